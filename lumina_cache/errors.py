@@ -1,0 +1,61 @@
+"""Errors and warnings raised by lumina_cache. Each message names the value at fault and what to do about it."""
+
+from __future__ import annotations
+
+__all__ = [
+    "ActionInfeasibleError",
+    "ActionSyntaxError",
+    "BackendInterfaceError",
+    "BudgetError",
+    "EngagementError",
+    "LogFormatError",
+    "LuminaError",
+    "LuminaWarning",
+    "MixedExecutionStateError",
+    "ModelUnavailableError",
+    "UnsupportedCacheError",
+]
+
+
+class LuminaError(Exception):
+    """Base class of every error that this library raises on purpose."""
+
+
+class BackendInterfaceError(LuminaError):
+    """The installed mlx-lm does not have the cache interface that this version was written for."""
+
+
+class UnsupportedCacheError(LuminaError, ValueError):
+    """A cache, layer or combination of models that cannot be managed."""
+
+
+class BudgetError(LuminaError, ValueError):
+    """A budget that cannot be read, or that no feasible action can hold."""
+
+
+class ActionSyntaxError(LuminaError, ValueError):
+    """The text of an action that the parser does not accept."""
+
+
+class ActionInfeasibleError(LuminaError):
+    """An action that this backend cannot execute in this state; the cache is left as it was."""
+
+
+class EngagementError(LuminaError):
+    """An action ran but what was observed afterwards is not what was asked for."""
+
+
+class LogFormatError(LuminaError, ValueError):
+    """A log line that does not follow the event table."""
+
+
+class MixedExecutionStateError(LuminaError, TypeError):
+    """Observations of different execution states (real, backend_infeasible, simulated) were combined."""
+
+
+class ModelUnavailableError(LuminaError):
+    """A model, or the package that ships it, is not there."""
+
+
+class LuminaWarning(UserWarning):
+    """Something was not done as asked; generation goes on, correctly."""
