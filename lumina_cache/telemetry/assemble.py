@@ -1,0 +1,132 @@
+"""From readings to a snapshot: what follows from several readings together, and the readers of this
+platform.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from lumina_cache.telemetry import pressure
+from lumina_cache.telemetry.probes import ProbeRunner, ReaderSet, Readings, merge
+from lumina_cache.telemetry.snapshot import PressureLevel, Reading, Snapshot
+
+__all__ = ["derive", "platform_readers", "read_once"]
+
+
+def platform_readers(disk_directory: Path | None = None) -> ReaderSet:
+    """The readers for the system this runs on; elsewhere than macOS and Linux, only MLX and the disk."""
+    if sys.platform == "darwin":
+        from lumina_cache.telemetry.darwin import darwin_readers
+
+        return darwin_readers(disk_directory=disk_directory)
+    if sys.platform == "linux":
+        from lumina_cache.telemetry.linux import linux_readers
+
+        return linux_readers(disk_directory=disk_directory)
+    from lumina_cache.telemetry.common import disk_probe, mlx_probes
+
+    return ReaderSet(sys.platform, (*mlx_probes(), disk_probe(disk_directory)))
+
+
+def derive(
+    readings: Mapping[str, Reading],
+    previous: PressureLevel = PressureLevel.UNKNOWN,
+    rule: pressure.LinuxRule | None = None,
+) -> Readings:
+    """`readings` with level, ratio and headroom filled in by the platform's rule. `previous` gives the
+    hysteresis.
+    """
+    done = dict(readings)
+    uncompressed = _sum(done, "memory_free_bytes", "memory_active_bytes", "memory_inactive_bytes")
+    compressed = _sum(done, "memory_compressed_bytes")
+    if _is_linux(done):
+        _derive_linux(done, previous, rule or pressure.LinuxRule())
+    elif uncompressed is not None and compressed is not None:
+        _derive_darwin(done, uncompressed, compressed, previous)
+    if "headroom_bytes" not in done:
+        done["headroom_bytes"] = Reading.unknown("it follows from page counts that are unknown", "derived")
+    return done
+
+
+def _is_linux(readings: Mapping[str, Reading]) -> bool:
+    return (
+        "memory_available_bytes" in readings
+        and "stall_some_percent" in readings
+        and (readings["stall_some_percent"].source != "macOS")
+    )
+
+
+def _sum(readings: Mapping[str, Reading], *names: str) -> int | None:
+    values = [readings[name].value if name in readings else None for name in names]
+    return sum(values) if all(type(value) is int for value in values) else None  # type: ignore[arg-type]
+
+
+def _derive_darwin(done: Readings, uncompressed: int, compressed: int, previous: PressureLevel) -> None:
+    ratio = pressure.compressor_ratio(uncompressed, compressed)
+    source = "derived from page counts by the kernel's rule"
+    if ratio is not None:
+        done["pressure_ratio"] = Reading(ratio, source)
+    held = done.get("pressure_level")
+    if held is None or not held.known:
+        level = pressure.compressor_level(uncompressed, compressed, previous)
+        if level is not PressureLevel.UNKNOWN:
+            done["pressure_level"] = Reading(level, source)
+    level_now = done["pressure_level"].value if "pressure_level" in done else None
+    if isinstance(level_now, PressureLevel):
+        headroom = pressure.compressor_headroom(level_now, uncompressed, compressed)
+        reason = "there is no level after critical"
+        done["headroom_bytes"] = (
+            Reading.unknown(reason, source) if headroom is None else Reading(headroom, source)
+        )
+
+
+def _derive_linux(done: Readings, previous: PressureLevel, rule: pressure.LinuxRule) -> None:
+    available = _sum(done, "memory_available_bytes")
+    total, limit = _sum(done, "memory_total_bytes"), _sum(done, "memory_limit_bytes")
+    effective = min((size for size in (total, limit) if size is not None), default=None)
+    stalls = [done[name].value for name in ("stall_some_percent", "stall_full_percent")]
+    some, full = (value if isinstance(value, float) else None for value in stalls)
+    level = rule.level(
+        available_bytes=available,
+        total_bytes=effective,
+        some_percent=some,
+        full_percent=full,
+        previous=previous,
+    )
+    source = "derived from PSI and the share available"
+    if some is None or full is None:
+        source = "derived from the share available alone (no PSI)"
+    elif available is None:
+        source = "derived from PSI alone (no count of available memory)"
+    if level is PressureLevel.UNKNOWN:
+        done["pressure_level"] = Reading.unknown("neither PSI nor available memory is known", source)
+        return
+    done["pressure_level"] = Reading(level, source)
+    headroom = rule.headroom(level, available, effective)
+    if headroom is not None:
+        done["headroom_bytes"] = Reading(headroom, source)
+    elif level is PressureLevel.CRITICAL:
+        done["headroom_bytes"] = Reading.unknown("there is no level after critical", source)
+    else:
+        done["headroom_bytes"] = Reading.unknown("available memory is unknown", source)
+
+
+def read_once(readers: ReaderSet | None = None, *, clock: Callable[[], float] = time.monotonic) -> Snapshot:
+    """Read everything now, in this thread, and return it. Starts no thread, keeps nothing open, raises
+    nothing.
+
+    Rates need two readings and are unknown here. On a Mac a source that fails is replaced by a command,
+    which may take up to two seconds each.
+    """
+    own = readers or platform_readers()
+    runner = ProbeRunner(own.probes, clock=clock)
+    try:
+        runner.run_due()
+    finally:
+        if readers is None:
+            own.close()
+    readings = derive(merge([runner.parts[probe.name] for probe in own.probes if probe.name in runner.parts]))
+    return Snapshot.from_readings(readings, platform=own.platform, read_at=runner.read_at)

@@ -1,0 +1,140 @@
+"""Probes: what is read, how often, in which thread; how several sources of one field are merged; and when
+a source that failed is asked again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from lumina_cache.telemetry.snapshot import FIELD_GROUPS, Reading
+
+__all__ = ["RETRY_SECONDS", "Probe", "ProbeRunner", "ReaderSet", "Tier", "merge"]
+
+RETRY_SECONDS = 60.0
+"""A probe that raised is asked again after this long."""
+
+Readings = dict[str, Reading]
+
+
+class Tier(Enum):
+    """FAST never waits on another process or on a device; SLOW may."""
+
+    FAST = "fast"
+    SLOW = "slow"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One source of one or more snapshot fields.
+
+    `read` returns readings by field name. It may raise anything: then all of `fields` are unknown with
+    the error as reason, until it is tried again after `RETRY_SECONDS`.
+    """
+
+    name: str
+    fields: tuple[str, ...]
+    read: Callable[[], Readings]
+    tier: Tier = Tier.FAST
+    period_seconds: float = 0.0
+    fallback: bool = False
+    """Asked only while some of `fields` is unknown to the probes before it."""
+
+    def __post_init__(self) -> None:
+        strangers = [name for name in self.fields if name not in FIELD_GROUPS]
+        if strangers:
+            raise ValueError(f"probe {self.name} names fields that a snapshot does not have: {strangers}")
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderSet:
+    """The probes of one platform, in order of preference, and how to let go of what they hold open."""
+
+    platform: str
+    probes: tuple[Probe, ...]
+    forget: Callable[[], None] = lambda: None
+    """After a fork: drop handles that belong to the parent without closing them; they are reopened on use."""
+    close: Callable[[], None] = lambda: None
+
+
+def merge(parts: Sequence[Mapping[str, Reading]]) -> Readings:
+    """For each field the first known reading; when none is known, all the reasons in order."""
+    merged: Readings = {}
+    for part in parts:
+        for name, reading in part.items():
+            held = merged.get(name)
+            if held is None or (not held.known and reading.known):
+                merged[name] = reading
+            elif not held.known and reading.reason and held.reason and reading.reason not in held.reason:
+                merged[name] = Reading.unknown(
+                    f"{held.reason}; {reading.source}: {reading.reason}", held.source
+                )
+    return merged
+
+
+class ProbeRunner:
+    """Runs the probes of one tier when they are due, and remembers what each said last.
+
+    Not thread-safe: each thread has its own. A probe that raises or leaves a field out gives unknown with
+    a reason.
+    """
+
+    def __init__(
+        self,
+        probes: Sequence[Probe],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        retry_seconds: float = RETRY_SECONDS,
+    ) -> None:
+        self._probes = tuple(probes)
+        self._clock = clock
+        self._retry_seconds = retry_seconds
+        self._due = dict.fromkeys((probe.name for probe in self._probes), float("-inf"))
+        self.parts: dict[str, Readings] = {}
+        """Last readings by probe name."""
+        self.read_at: dict[str, float] = {}
+        """Time of the last read of each group that gave at least one value."""
+
+    def run_due(self, known: Callable[[str], bool] = lambda name: False) -> bool:
+        """Run what is due; `known(field)` tells whether a preferred source has the field. True if
+        anything ran.
+        """
+        ran = False
+        for probe in self._probes:
+            now = self._clock()
+            if now < self._due[probe.name]:
+                continue
+            if probe.fallback and all(
+                known(name) or self._known_before(probe, name) for name in probe.fields
+            ):
+                self.parts.pop(probe.name, None)
+                continue
+            ran = True
+            # A hair early is on time: the threads wake on a grid of their own.
+            self._due[probe.name] = now + 0.9 * probe.period_seconds
+            try:
+                readings = probe.read()
+            except Exception as error:
+                self._due[probe.name] = now + self._retry_seconds
+                reason = f"{type(error).__name__}: {error}"
+                readings = {name: Reading.unknown(reason, probe.name) for name in probe.fields}
+            for name in probe.fields:
+                if name not in readings:
+                    readings[name] = Reading.unknown("the source did not give it", probe.name)
+            self.parts[probe.name] = readings
+            if any(reading.known for reading in readings.values()):
+                self.read_at.update(
+                    (FIELD_GROUPS[name], now) for name, reading in readings.items() if reading.known
+                )
+        return ran
+
+    def _known_before(self, probe: Probe, name: str) -> bool:
+        for earlier in self._probes:
+            if earlier is probe:
+                return False
+            reading = self.parts.get(earlier.name, {}).get(name)
+            if reading is not None and reading.known:
+                return True
+        return False
