@@ -1,0 +1,12 @@
+"""Codecs: how rows are stored. Adding one is a file here, a line in :data:`CODECS` and a row in the docs' table."""
+
+from __future__ import annotations
+
+from .affine import Affine
+from .base import Codec
+from .dense import Dense
+
+__all__ = ["CODECS", "Affine", "Codec", "Dense"]
+
+#: Codecs by the name they have in an action's text form.
+CODECS: dict[str, type[Codec]] = {"affine": Affine}

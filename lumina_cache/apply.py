@@ -1,0 +1,174 @@
+"""Carry out an action on layers, one layer at a time, and prove from the arrays that it happened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from .actions import Action, Evict, Keep, Quantize, Reclaim
+from .codecs import CODECS, Affine
+from .errors import ActionInfeasibleError, EngagementError
+from .estimate import Held, after_action, nbytes_allocated, nbytes_live
+from .layers import ArraysCache, KVCache, ManagedLayer, RotatingKVCache
+from .scorers import SCORERS
+
+__all__ = ["Applied", "Footprint", "execute", "held", "held_all"]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes at one moment: the layers' live rows, their allocation, and what MLX counts for the whole process."""
+
+    nbytes_live: int
+    nbytes_allocated: int
+    mlx_active: int
+    mlx_pool: int
+
+    @classmethod
+    def of(cls, layers: Iterable[Any]) -> Footprint:
+        now = held_all(layers)
+        return cls(nbytes_live(now), nbytes_allocated(now), mx.get_active_memory(), mx.get_cache_memory())
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What an action did: asked against observed, measured around it. Execution state: real."""
+
+    action: Action
+    before: Footprint
+    after: Footprint
+    predicted_live: int
+    predicted_allocated: int
+    layers_changed: tuple[str, ...]
+    rows_before: int
+    rows_after: int
+    seconds: float
+
+
+def held(layer: Any) -> Held:
+    """The storage of one cache object as numbers, without reading any array."""
+    name = getattr(layer, "name", type(layer).__name__)
+    if isinstance(layer, ArraysCache):
+        return Held(name, "not_kv", fixed_nbytes=layer.nbytes_allocated)
+    if not isinstance(layer, ManagedLayer):
+        return Held(name, "opaque", fixed_nbytes=_opaque_nbytes(layer))
+    if layer.keys is None:
+        return Held(name, layer.kind, max_size=getattr(layer, "max_size", 0), offset=layer.offset)
+    keys, values = layer.keys, layer.values
+    codec = layer.codec
+    if isinstance(codec, Affine):
+        per_code = 32 // codec.bits if 32 % codec.bits == 0 else 0
+        key_width = _width(keys[0]) * per_code if per_code else _width(keys[0]) * 32 // codec.bits
+        value_width = _width(values[0]) * per_code if per_code else _width(values[0]) * 32 // codec.bits
+        itemsize, bits, group, capacity = keys[1].dtype.size, codec.bits, codec.group_size, keys[0].shape[2]
+    else:
+        key_width, value_width = _width(keys), _width(values)
+        itemsize, bits, group, capacity = keys.dtype.size, None, 0, keys.shape[2]
+    return Held(
+        name,
+        layer.kind,
+        rows=layer.rows,
+        capacity=capacity,
+        offset=int(layer.offset),
+        key_width=key_width,
+        value_width=value_width,
+        itemsize=itemsize,
+        bits=bits,
+        group_size=group,
+        max_size=layer.max_size if isinstance(layer, RotatingKVCache) else 0,
+        keep=layer.keep if isinstance(layer, RotatingKVCache) else 0,
+    )
+
+
+def held_all(layers: Iterable[Any]) -> tuple[Held, ...]:
+    return tuple(held(layer) for layer in layers)
+
+
+def execute(layers: Sequence[Any], action: Action) -> Applied:
+    """Carry out ``action`` on every layer it applies to and check that it took hold.
+
+    Layer by layer: new buffers are evaluated and the old ones dropped before the next layer is touched, so that the
+    transient is one layer, not all. Afterwards MLX's buffer pool is returned.
+
+    Raises:
+        ActionInfeasibleError: this library has no code for the action; nothing was changed.
+        EngagementError: the bytes or rows afterwards are not those that were asked for.
+    """
+    _check_executable(action)
+    start = time.perf_counter()
+    targets = [layer for layer in layers if isinstance(layer, KVCache) and layer.rows > 0]
+    # Whatever the model still owes these arrays is computed first, in the model's own order: converting a layer whose
+    # inputs are unevaluated would keep the old buffers of all layers before it alive.
+    mx.eval([(layer.keys, layer.values) for layer in targets])
+    asked = held_all(layers)
+    before = Footprint.of(layers)
+    predicted = after_action(asked, action)
+    rows_before = max((one.rows for one in asked if one.kind == "kv"), default=0)
+    for part in action.parts:
+        for layer in targets:
+            _act(layer, part)
+    mx.clear_cache()
+    observed = held_all(layers)
+    after = Footprint.of(layers)
+    _check_engaged(action, predicted, observed)
+    return Applied(
+        action=action,
+        before=before,
+        after=after,
+        predicted_live=nbytes_live(predicted),
+        predicted_allocated=nbytes_allocated(predicted),
+        layers_changed=tuple(b.name for a, b in zip(asked, observed, strict=True) if a != b),
+        rows_before=rows_before,
+        rows_after=max((one.rows for one in observed if one.kind == "kv"), default=0),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _check_executable(action: Action) -> None:
+    for part in action.parts:
+        if isinstance(part, Quantize) and (part.codec not in CODECS or part.key_bits != part.value_bits):
+            raise ActionInfeasibleError(f"{part}: this version of lumina_cache has no code for that codec")
+        if isinstance(part, Evict) and part.scorer not in SCORERS:
+            raise ActionInfeasibleError(f"{part}: this version of lumina_cache has no code for that scorer")
+
+
+def _act(layer: KVCache, action: Action) -> None:
+    match action:
+        case Keep():
+            pass
+        case Reclaim():
+            layer.compact()
+        case Evict():
+            kept = action.rows_kept(layer.rows)
+            if kept < layer.rows:
+                layer.gather(SCORERS[action.scorer].keep(layer.rows, kept, action.sinks))
+        case Quantize():
+            layer.reencode(Affine(action.key_bits, action.group_size))
+
+
+def _check_engaged(action: Action, predicted: Sequence[Held], observed: Sequence[Held]) -> None:
+    for want, got in zip(predicted, observed, strict=True):
+        if (want.rows, want.capacity, want.bits) != (got.rows, got.capacity, got.bits):
+            raise EngagementError(
+                f"{action}: {got.name} should hold {want.rows} rows in {want.capacity} at "
+                f"{want.bits or 'dense'} bits, but holds {got.rows} in {got.capacity} at {got.bits or 'dense'}"
+            )
+        if (nbytes_allocated([want]), nbytes_live([want])) != (nbytes_allocated([got]), nbytes_live([got])):
+            raise EngagementError(f"{action}: {got.name} should take {want} but takes {got}")
+
+
+def _width(rows: mx.array) -> int:
+    batch, heads, _, dim = rows.shape
+    return int(batch * heads * dim)
+
+
+def _opaque_nbytes(entry: Any) -> int:
+    """What a cache object of an unknown class says of its own size; 0 only where it says so or cannot."""
+    try:
+        return int(entry.nbytes)
+    except Exception:
+        return 0

@@ -1,0 +1,109 @@
+"""The words for what a backend lets a cache see or do, and how deep one must reach for each.
+
+A backend's *profile* is a set of outcomes of probes, one per capability: it says present, absent or not probed, with the
+reason. Nothing here runs anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from types import MappingProxyType
+
+__all__ = [
+    "ATTENTION_WEIGHTS",
+    "DENSE_REENCODE",
+    "KEYS",
+    "QUERIES",
+    "RAGGED_HEADS",
+    "RAGGED_LAYERS",
+    "ROW_GATHER",
+    "VALUES",
+    "BackendProfile",
+    "Capability",
+    "Outcome",
+    "Rung",
+    "packed_attention",
+]
+
+
+class Rung(IntEnum):
+    """How deep one must reach to execute an action; F grows with the rung."""
+
+    NATIVE = 0  #: mlx-lm's own cache classes as shipped
+    CACHE = 1  #: an own cache object behind mlx-lm's interface: keys and values only
+    HOOK = 2  #: a Python wrapper around the model's attention call: queries visible, attention served by us
+    KERNEL = 3  #: a new GPU kernel
+    TRAINED = 4  #: weights must be trained
+
+
+@dataclass(frozen=True, order=True)
+class Capability:
+    """One thing a backend lets a cache do or see, with its numbers (for example bits and group size)."""
+
+    name: str
+    params: tuple[int, ...] = ()
+    rung: Rung = field(default=Rung.NATIVE, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.name}({','.join(map(str, self.params))})" if self.params else self.name
+
+
+KEYS = Capability("KEYS", rung=Rung.CACHE)
+VALUES = Capability("VALUES", rung=Rung.CACHE)
+ROW_GATHER = Capability("ROW_GATHER", rung=Rung.CACHE)
+DENSE_REENCODE = Capability("DENSE_REENCODE", rung=Rung.CACHE)
+RAGGED_LAYERS = Capability("RAGGED_LAYERS", rung=Rung.CACHE)
+QUERIES = Capability("QUERIES", rung=Rung.HOOK)
+ATTENTION_WEIGHTS = Capability("ATTENTION_WEIGHTS", rung=Rung.HOOK)
+RAGGED_HEADS = Capability("RAGGED_HEADS", rung=Rung.KERNEL)
+
+
+def packed_attention(bits: int, group_size: int) -> Capability:
+    """mlx-lm's attention over affine-packed rows of ``bits`` bits in groups of ``group_size`` elements."""
+    return Capability("PACKED_ATTENTION", (bits, group_size), Rung.NATIVE)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a probe of one capability found. ``reason`` says why when it is not there (exception text, or a limit)."""
+
+    present: bool
+    reason: str | None = None
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        return "present" if self.present else f"absent: {self.reason}"
+
+
+@dataclass(frozen=True)
+class BackendProfile:
+    """What one installation (device × mlx × mlx-lm × model) can do, found by running it."""
+
+    device: str
+    mlx: str
+    mlx_lm: str
+    model_type: str
+    outcomes: Mapping[Capability, Outcome]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "outcomes", MappingProxyType(dict(self.outcomes)))
+
+    def outcome(self, capability: Capability) -> Outcome:
+        """The probe's outcome; a capability that nobody probed is absent, and says that it was not probed."""
+        return self.outcomes.get(capability, Outcome(False, "not probed on this backend"))
+
+    def has(self, capability: Capability) -> bool:
+        return self.outcome(capability).present
+
+    def to_record(self) -> dict[str, object]:
+        return {
+            "device": self.device,
+            "mlx": self.mlx,
+            "mlx_lm": self.mlx_lm,
+            "model_type": self.model_type,
+            "capabilities": {
+                str(c): {"present": o.present, "reason": o.reason} for c, o in sorted(self.outcomes.items())
+            },
+        }

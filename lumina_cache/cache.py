@@ -1,0 +1,347 @@
+"""``LuminaCache``: what is passed as ``prompt_cache=`` to mlx-lm."""
+
+from __future__ import annotations
+
+import copy
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, SupportsIndex, overload
+
+import mlx.core as mx
+from mlx_lm.models import cache as stock
+
+from .actions import Action, parse_action
+from .apply import Applied, Footprint, held_all
+from .audit import AuditLog
+from .backend.interface import check_interface
+from .budget import format_bytes, parse_bytes
+from .controller import Controller, smallest_budget
+from .errors import BudgetError, UnsupportedCacheError
+from .estimate import Held, after_append, merge_equal, nbytes_allocated
+from .export import to_mlx
+from .layers import ManagedLayer, adopt, leaves
+from .policy import LeastLoss, Policy
+from .steps import StepTracker
+from .telemetry import Snapshot, read_once
+
+__all__ = ["CacheView", "LayerView", "LuminaCache", "Telemetry"]
+
+#: mlx-lm's default ``prefill_step_size``; a larger chunk is never recommended.
+LARGEST_PREFILL_STEP = 2048
+
+
+class Telemetry(Protocol):
+    """Anything with the latest machine snapshot in an attribute, for example a telemetry ``Sampler``."""
+
+    @property
+    def latest(self) -> Snapshot | None: ...
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """One layer as it is now. ``rows`` and ``offset`` in tokens; ``bits`` is None while rows are dense."""
+
+    name: str
+    kind: str
+    rows: int
+    offset: int
+    bits: int | None
+    nbytes_live: int
+    nbytes_allocated: int
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """A cache as it is now, read without synchronising with the device."""
+
+    phase: str | None  #: ``"prefill"`` (last step had several tokens), ``"decode"``, or None before the first step
+    step: int
+    tokens_step: int
+    layers: tuple[LayerView, ...]
+    nbytes_live: int
+    nbytes_allocated: int
+    mlx_active: int
+    mlx_pool: int
+    mlx_peak: int
+
+
+class LuminaCache(list[Any]):
+    """A KV cache for mlx-lm that can hold a memory budget and writes down what it does.
+
+    It *is* a list of cache objects, one per entry of ``mlx_lm.models.cache.make_prompt_cache(model)``, each a subclass
+    of the mlx-lm class it stands for. Until an action is taken, logits are bit-identical to the stock cache's.
+
+    >>> cache = LuminaCache(model, budget="2GB", log="run.jsonl")          # doctest: +SKIP
+    >>> mlx_lm.generate(model, tokenizer, prompt, prompt_cache=cache)      # doctest: +SKIP
+
+    Args:
+        model: the mlx-lm model that the cache will be used with.
+        budget: bytes, or text such as ``"2GB"``, that the cache should stay under. None: watch, change nothing.
+        policy: who chooses among feasible actions; ``"off"`` for nobody. Default: :class:`~lumina_cache.policy.LeastLoss`.
+        telemetry: an object with a ``latest`` snapshot, False for none. Default: read once at the start and at decisions.
+        log: path of the audit log, True for a new file in the user's state directory, None to keep the last 1,000
+            records in memory only (:attr:`log` ``.records``).
+        draft_model: for speculative decoding, the draft model; the joint cache is then what mlx-lm expects.
+        horizon: how many more tokens the caller expects; None if not known. Used to say early whether rows may have to
+            be evicted (or a sliding window may wrap), which speculative decoding and prefix reuse need to know.
+
+    Raises:
+        BackendInterfaceError: the installed mlx-lm is not one whose interface is known.
+        BudgetError: the budget cannot be read, or is smaller than the smallest that can be held for this model.
+        UnsupportedCacheError: the model's cache cannot be managed (batched caches), or cannot be joined with a draft's.
+    """
+
+    # A list subclass with a plain __init__ would pickle and copy its items into the constructor: see __deepcopy__.
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        budget: int | str | None = None,
+        policy: Policy | str | None = None,
+        telemetry: Telemetry | bool | None = None,
+        log: str | os.PathLike[str] | bool | None = None,
+        draft_model: Any | None = None,
+        horizon: int | None = None,
+    ) -> None:
+        check_interface()
+        super().__init__()
+        nbytes = None if budget is None else parse_bytes(budget)
+        models = [model] if draft_model is None else [model, draft_model]
+        made = [stock.make_prompt_cache(m) for m in models]
+        if draft_model is not None and len(made[0]) != len(model.layers):
+            raise UnsupportedCacheError(
+                f"speculative decoding splits the joint cache after {len(model.layers)} entries (one per layer), but "
+                f"this model makes {len(made[0])}: mlx-lm cannot draft for it with a cache from outside. "
+                "Leave draft_model out"
+            )
+        self._control = Controller(
+            models,
+            budget=nbytes,
+            policy=_policy(policy, nbytes),
+            read_machine=_reader(telemetry),
+            log=AuditLog(log),
+            horizon=horizon,
+        )
+        for name, entries in zip(("model", "draft"), made, strict=False):
+            steps = StepTracker(self._control, name)
+            self._control.trackers.append(steps)
+            prefix = "layer" if name == "model" else "draft layer"
+            self.extend(adopt(entry, steps, f"{prefix} {i}") for i, entry in enumerate(entries))
+        self._split = len(made[0])
+        self._note_entries()
+        if nbytes is not None and self._control.policy is not None:
+            self._check_budget(nbytes)
+        self._control.log_start()
+
+    # -- what the cache tells ---------------------------------------------------------------------------------------
+
+    @property
+    def log(self) -> AuditLog:
+        """The audit log: ``.path`` and the last records in memory, ``.records``."""
+        return self._control.log
+
+    @property
+    def budget(self) -> int | None:
+        """The budget in bytes."""
+        return self._control.budget
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for all entries, growth slack included."""
+        return sum(int(entry.nbytes) for entry in self)
+
+    def observe(self) -> CacheView:
+        """Phase, rows, offsets and bytes as they are now; no array is read and nothing is evaluated."""
+        steps = self._control.trackers[0]
+        layers = held_all(leaves(self))
+        bytes_now = Footprint.of(leaves(self))
+        return CacheView(
+            phase=steps.phase,
+            step=steps.step,
+            tokens_step=steps.tokens,
+            layers=tuple(
+                LayerView(
+                    one.name,
+                    one.kind,
+                    one.rows,
+                    one.offset,
+                    one.bits,
+                    _live(leaf),
+                    nbytes_allocated([one]),
+                )
+                for one, leaf in zip(layers, leaves(self), strict=True)
+            ),
+            nbytes_live=bytes_now.nbytes_live,
+            nbytes_allocated=bytes_now.nbytes_allocated,
+            mlx_active=bytes_now.mlx_active,
+            mlx_pool=bytes_now.mlx_pool,
+            mlx_peak=mx.get_peak_memory(),
+        )
+
+    def recommend_prefill_step(self) -> int:
+        """The largest ``prefill_step_size`` (tokens) whose next chunk fits the budget as rows are stored now.
+
+        mlx-lm hands a whole chunk over at once, so a chunk larger than this passes the budget until the chunk is done.
+        """
+        if self.budget is None:
+            return LARGEST_PREFILL_STEP
+        steps = self._control.trackers[0]
+        layers = merge_equal(held_all(leaves(self)))
+        if steps.step == 0:
+            layers = tuple(
+                one if one.fixed_nbytes else _emptied(one) for one in self._control.probe(steps).layers
+            )
+        fits = [n for n in range(1, 257) if nbytes_allocated(after_append(layers, n * 8)) <= self.budget]
+        return min(LARGEST_PREFILL_STEP, max(fits, default=1) * 8)
+
+    # -- what the cache does ----------------------------------------------------------------------------------------
+
+    def apply(self, action: Action | str) -> Applied | None:
+        """Carry out an action on every layer it applies to, and prove from the arrays that it happened.
+
+        Between two steps it is done at once. Inside a step (from a callback of the model) it is done at the next
+        boundary, and None is returned.
+
+        Raises:
+            ActionSyntaxError: the text cannot be read.
+            ActionInfeasibleError: with every reason; the cache is as it was.
+            EngagementError: the action ran, but rows or bytes are not those asked for.
+        """
+        return self._control.apply(parse_action(action) if isinstance(action, str) else action)
+
+    def to_mlx(self, *, decode: bool = False) -> list[Any]:
+        """The same contents as plain mlx-lm cache objects, for ``save_prompt_cache`` or code that does not know us.
+
+        Args:
+            decode: decode packed rows where mlx-lm has no class for them (packed *and* evicted).
+
+        Raises:
+            UnsupportedCacheError: naming the layer that mlx-lm's classes cannot express, and the remedy.
+        """
+        return [to_mlx(entry, decode=decode) for entry in self]
+
+    def close(self) -> None:
+        """Write ``session.ended``. Done by itself when the cache is collected or the interpreter exits."""
+        self._control.finalizer()
+
+    def __enter__(self) -> LuminaCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- what a list does -------------------------------------------------------------------------------------------
+
+    def __add__(self, other: list[Any]) -> list[Any]:  # type: ignore[override]
+        if isinstance(other, LuminaCache):
+            # Two caches are joined for speculative decoding only, so tokens will be taken back in both.
+            self._control.speculative = other._control.speculative = True
+        return [*self, *other]
+
+    @overload
+    def __setitem__(self, index: SupportsIndex, value: Any) -> None: ...
+    @overload
+    def __setitem__(self, index: slice, value: Iterable[Any]) -> None: ...
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(index, slice):
+            values = list(value)
+            indices = range(*index.indices(len(self)))
+            if len(values) != len(indices):
+                raise UnsupportedCacheError(
+                    f"{len(values)} entries cannot take the place of {len(indices)}: a cache has one entry per layer"
+                )
+            for i, one in zip(indices, values, strict=True):
+                self[i] = one
+            return
+        index = range(len(self))[index]
+        old = self[index]
+        if value is old:
+            return
+        draft = index >= self._split
+        steps = self._control.trackers[draft]
+        name = f"draft layer {index - self._split}" if draft else f"layer {index}"
+        for leaf in [old, *leaves([old])]:
+            if isinstance(leaf, ManagedLayer):
+                steps.detach(leaf)
+        super().__setitem__(index, adopt(value, steps, name))
+        self._note_entries()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LuminaCache:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new._control = copy.deepcopy(self._control, memo)
+        for steps in self._control.trackers:
+            copy.deepcopy(steps, memo)
+        new._split = self._split
+        new.extend(copy.deepcopy(entry, memo) for entry in self)
+        new._note_entries()
+        return new
+
+    def __copy__(self) -> LuminaCache:
+        raise UnsupportedCacheError(
+            "copy.copy would share rows between two caches and corrupt both; use copy.deepcopy"
+        )
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        raise UnsupportedCacheError(
+            "a LuminaCache cannot be pickled; save_prompt_cache(path, cache.to_mlx()) writes one"
+        )
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _note_entries(self) -> None:
+        split = self._split
+        self._control.entries = [
+            [weakref.ref(leaf) for leaf in leaves(part)] for part in (list(self[:split]), list(self[split:])) if part
+        ]
+
+    def _check_budget(self, nbytes: int) -> None:
+        steps = self._control.trackers[0]
+        probe = self._control.probe(steps)
+        steps.expect(probe.updated_per_step)
+        if self._control.speculative:
+            # No row may go while tokens can be taken back, so nothing can be promised for every length.
+            return
+        smallest = smallest_budget(probe)
+        if nbytes < smallest:
+            raise BudgetError(
+                f"a budget of {format_bytes(nbytes)} cannot be held: the smallest that works for this model is "
+                f"{smallest} bytes ({format_bytes(smallest)})"
+            )
+
+
+def _policy(policy: Policy | str | None, budget: int | None) -> Policy | None:
+    if isinstance(policy, str):
+        if policy != "off":
+            raise UnsupportedCacheError(
+                f"unknown policy {policy!r}: give 'off', or an object with a name and decide(state, candidates)"
+            )
+        return None
+    if budget is None:
+        return None
+    return LeastLoss() if policy is None else policy
+
+
+def _reader(telemetry: Telemetry | bool | None) -> Callable[[], Snapshot | None]:
+    if telemetry is False:
+        return lambda: None
+    if telemetry is None or telemetry is True:
+        return read_once
+    if not hasattr(telemetry, "latest"):
+        raise UnsupportedCacheError(
+            f"telemetry={telemetry!r}: give False, or an object whose attribute 'latest' is a Snapshot"
+        )
+    return lambda: telemetry.latest
+
+
+def _live(leaf: Any) -> int:
+    if isinstance(leaf, ManagedLayer):
+        return leaf.nbytes_live
+    return int(getattr(leaf, "nbytes", 0))
+
+
+def _emptied(held: Held) -> Held:
+    return replace(held, rows=0, capacity=0, offset=0)

@@ -1,0 +1,500 @@
+"""What stands behind the layers of one cache: it hears of step boundaries, decides, acts, and writes down."""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from ._version import __version__
+from .actions import ACTION_SPACE_VERSION, Action, Evict, Keep, Quantize
+from .apply import Applied, Footprint, execute, held_all
+from .audit import AuditLog
+from .backend.capabilities import ROW_GATHER, BackendProfile, packed_attention
+from .backend.feasibility import Reason, classify
+from .backend.interface import mlx_lm_version, mlx_version
+from .backend.probe import ModelProbe, probe_model, probe_packed
+from .budget import format_bytes
+from .codecs import Affine, Codec
+from .errors import ActionInfeasibleError, BudgetError, LuminaError, LuminaWarning
+from .estimate import Held, after_action, after_append, merge_equal, nbytes_allocated, nbytes_live
+from .layers import KVCache, ManagedLayer, RotatingKVCache
+from .policy import Candidate, Decision, Policy, State, candidates_for, weigh
+from .steps import StepTracker
+from .telemetry import Snapshot
+
+__all__ = ["Controller", "smallest_budget"]
+
+#: Every how many steps a ``step`` record is written (and at each change of phase).
+STEP_RECORD_EVERY = 64
+
+#: Fewest rows per layer that eviction to a budget goes down to, attention sinks included.
+FEWEST_ROWS = 64
+
+
+@dataclass
+class _CallerConversion:
+    """kv_bits conversions of one step, gathered into one record."""
+
+    action: Quantize
+    before: Footprint
+    asked: tuple[Held, ...]
+    layers: list[str]
+    seconds: float = 0.0
+
+
+class Controller:
+    """Implements :class:`~lumina_cache.steps.StepListener` for one cache (a model and, if drafting, a second one)."""
+
+    def __init__(
+        self,
+        models: list[Any],
+        *,
+        budget: int | None,
+        policy: Policy | None,
+        read_machine: Callable[[], Snapshot | None],
+        log: AuditLog,
+        horizon: int | None,
+    ) -> None:
+        self.models = models
+        self.budget = budget
+        self.policy = policy
+        self.read_machine = read_machine
+        self.log = log
+        self.horizon = horizon
+        self.trackers: list[StepTracker] = []
+        self.speculative = len(models) > 1
+        self.probes: dict[int, ModelProbe] = {}
+        self.evicted_by: str | None = None
+        #: All cache objects of each model, unmanaged ones included; set by the cache once it is built.
+        self.entries: list[list[weakref.ref[Any]]] = []
+        self._slack = -1
+        self._unchecked = False
+        self._pending: list[Action] = []
+        self._acting = False
+        self._decision = 0
+        self._phase: str | None = None
+        self._caller: _CallerConversion | None = None
+        self._refused: set[tuple[str, str]] = set()
+        self._over_budget_said = False
+        self.finalizer = weakref.finalize(self, log.end)
+
+    # -- StepListener: the hot path ---------------------------------------------------------------------------------
+
+    def step_begins(self, steps: StepTracker, tokens: int) -> None:
+        log = self.log
+        log.count_step(tokens)
+        if self._pending or self._caller is not None:
+            self._settle()
+        if self.policy is not None:
+            self._slack -= tokens
+            if tokens > 1 or self._slack < 0 or self._unchecked:
+                self._hold_budget(steps, tokens, "predicted_overflow")
+                self._unchecked = tokens > 1
+        if steps.step % STEP_RECORD_EVERY == 1 or steps.phase != self._phase:
+            self._phase = steps.phase
+            self._record_step(steps)
+
+    def touched(self, steps: StepTracker) -> None:
+        if self._acting:
+            return
+        if self._pending or self._caller is not None:
+            self._settle()
+        if self._unchecked:
+            self._unchecked = False
+            self._hold_budget(steps, 1, "after_chunk")
+
+    # -- other questions of the layers ------------------------------------------------------------------------------
+
+    def rows_may_go(self, steps: StepTracker, layer: ManagedLayer) -> bool:
+        if isinstance(layer, RotatingKVCache):
+            # Speculation takes rows back, and a window that has wrapped cannot give back what it overwrote.
+            return self.speculative and (self.horizon is None or layer.offset + self.horizon >= layer.max_size)
+        if self.policy is None or self.budget is None or self.speculative or layer.kind != "kv":
+            return False
+        if not self.profile(steps).has(ROW_GATHER):
+            return False
+        if self.horizon is None:
+            return True
+        return nbytes_allocated(after_append(self._layers(steps), self.horizon)) > self.budget
+
+    def quantize_for_caller(self, steps: StepTracker, layer: KVCache, codec: Codec) -> None:
+        assert isinstance(codec, Affine)
+        action = Quantize("affine", codec.bits, codec.bits, codec.group_size)
+        probe = self.probe(steps)
+        capability = packed_attention(codec.bits, codec.group_size)
+        if capability not in probe.profile.outcomes:
+            probe = probe_packed(self.models[self._index(steps)], probe, codec)
+            self.probes[self._index(steps)] = probe
+        outcome = probe.profile.outcome(capability)
+        if not outcome.present:
+            self.refuse_for_caller(steps, layer, str(outcome.reason))
+            return
+        if self._caller is None:
+            self._caller = _CallerConversion(
+                action, Footprint.of(self._objects(steps)), self._unmerged(steps), []
+            )
+        start = time.perf_counter()
+        layer.reencode(codec)
+        self._caller.layers.append(layer.name)
+        self._caller.seconds += time.perf_counter() - start
+
+    def refuse_for_caller(self, steps: StepTracker, layer: ManagedLayer, why: str) -> None:
+        if (layer.name, why) in self._refused:
+            return
+        first = not self._refused
+        self._refused.add((layer.name, why))
+        reason = Reason("missing_capability", why)
+        self.log.write(
+            "action.refused",
+            action="quant:affine",
+            origin="kv_bits",
+            execution_state="backend_infeasible",
+            layers=[layer.name],
+            reasons=[reason.to_record()],
+        )
+        if first:
+            warnings.warn(
+                f"kv_bits: {layer.name} ({type(layer).__name__}) stays dense: {why}. "
+                "Drop kv_bits and give LuminaCache a budget to let it choose what this model can do",
+                LuminaWarning,
+                stacklevel=6,
+            )
+
+    def tracker_copied(self, old: StepTracker, new: StepTracker) -> None:
+        self.trackers.append(new)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Controller:
+        new = Controller(
+            self.models,
+            budget=self.budget,
+            policy=self.policy,
+            read_machine=self.read_machine,
+            log=self.log.copy(),
+            horizon=self.horizon,
+        )
+        memo[id(self)] = new
+        new.speculative = self.speculative
+        new.probes = dict(self.probes)
+        new.evicted_by = self.evicted_by
+        new._phase = self._phase
+        new.log_start(copied_from=self.log.cache_id)
+        return new
+
+    # -- asked for by the cache -------------------------------------------------------------------------------------
+
+    def probe(self, steps: StepTracker) -> ModelProbe:
+        """What this model can do, found by running it once."""
+        index = self._index(steps)
+        if index not in self.probes:
+            self.probes[index] = probe_model(self.models[index])
+        return self.probes[index]
+
+    def profile(self, steps: StepTracker) -> BackendProfile:
+        return self.probe(steps).profile
+
+    def apply(self, action: Action) -> Applied | None:
+        """Carry out ``action`` on the model's layers now, or at the next step boundary (then None is returned).
+
+        Raises:
+            ActionInfeasibleError: with every reason; the cache is as it was.
+        """
+        steps = self.trackers[0]
+        if not steps.at_boundary:
+            self._pending.append(action)
+            return None
+        self._require_feasible(steps, action)
+        return self._execute(steps, action, "caller", None)
+
+    def log_start(self, copied_from: str | None = None) -> None:
+        machine = self.read_machine()
+        unknown = {}
+        probe = self.probes.get(0)
+        if probe is None:
+            unknown["profile"] = "not probed: nothing has needed it yet"
+        if machine is None:
+            unknown["telemetry"] = "telemetry is off"
+        if self.budget is None:
+            unknown["budget"] = "none was given: the cache watches and changes nothing"
+        self.log.write(
+            "session.started",
+            lumina_cache=__version__,
+            profile=None if probe is None else probe.profile.to_record(),
+            model={
+                "model_type": str(getattr(self.models[0], "model_type", "unknown")),
+                "mlx": mlx_version(),
+                "mlx_lm": mlx_lm_version,
+                "kinds": dict(Counter(one.kind for t in self.trackers[:1] for one in self._unmerged(t))),
+                "draft": self.speculative,
+            },
+            budget=self.budget,
+            policy=None if self.policy is None else self.policy.name,
+            copied_from=copied_from,
+            telemetry=None if machine is None else machine.to_record(),
+            unknown=unknown,
+        )
+
+    # -- off the hot path -------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        steps = self.trackers[0]
+        if self._caller is not None:
+            done, self._caller = self._caller, None
+            self._record_caller(steps, done)
+        pending, self._pending = self._pending, []
+        for action in pending:
+            try:
+                self._require_feasible(steps, action)
+                self._execute(steps, action, "caller", None)
+            except LuminaError as error:
+                self._warn("pending_action_failed", f"{action}: {error}")
+
+    def _hold_budget(self, steps: StepTracker, tokens: int, trigger: str) -> None:
+        """Predict the bytes after the next step; if they pass the budget, decide and act."""
+        if steps is not self.trackers[0] or self.budget is None or self.policy is None:
+            return
+        layers = self._layers(steps)
+        self._renew_slack(layers, tokens)
+        if nbytes_allocated(after_append(layers, tokens)) <= self._budget_left(steps):
+            return
+        self._acting = True
+        try:
+            self._decide(steps, layers, tokens, trigger)
+        finally:
+            self._acting = False
+        self._renew_slack(self._layers(steps), tokens)
+
+    def _decide(self, steps: StepTracker, layers: tuple[Held, ...], tokens: int, trigger: str) -> None:
+        policy = self.policy
+        assert policy is not None
+        start = time.perf_counter()
+        machine = self.read_machine()
+        probe = self.probe(steps)
+        state = State(
+            phase=steps.phase,
+            tokens=tokens,
+            layers=layers,
+            budget=self._budget_left(steps),
+            available=None if machine is None else machine.memory_available_bytes,
+            rows_must_stay=self.speculative,
+            evicted_by=self.evicted_by,
+            machine=None if machine is None else machine.to_record(),
+        )
+        candidates = weigh(state, candidates_for(state, probe.group_size or 64), probe.profile)
+        decision = self._ask(policy, state, candidates)
+        chosen = next((c for c in candidates if c.action == decision.action), None)
+        if chosen is None or not chosen.feasible:
+            self._warn(
+                "policy_chose_infeasible",
+                f"policy {policy.name} chose {decision.action}, which is not a feasible candidate; keeping everything",
+            )
+            decision = Decision(Keep(), "the policy's choice was not feasible")
+        self._decision += 1
+        self.log.write(
+            "decision",
+            decision=self._decision,
+            trigger=trigger,
+            state=state.to_record(),
+            candidates=[c.to_record() for c in candidates],
+            action_space=ACTION_SPACE_VERSION,
+            chosen=str(decision.action),
+            why=decision.why,
+            seconds=time.perf_counter() - start,
+        )
+        if decision.action != Keep():
+            try:
+                self._execute(steps, decision.action, "policy", self._decision)
+            except Exception as error:  # generation must not break because an action did
+                self._warn("action_failed", f"{decision.action}: {type(error).__name__}: {error}")
+        self._say_if_over(steps, tokens)
+
+    def _ask(self, policy: Policy, state: State, candidates: tuple[Candidate, ...]) -> Decision:
+        try:
+            return policy.decide(state, candidates)
+        except Exception as error:  # a user's policy must not break generation
+            self._warn("policy_failed", f"policy {policy.name}: {type(error).__name__}: {error}; keeping everything")
+            return Decision(Keep(), "the policy raised an exception")
+
+    def _execute(self, steps: StepTracker, action: Action, origin: str, decision: int | None) -> Applied:
+        self._acting = True
+        try:
+            applied = execute(self._objects(steps), action)
+        except ActionInfeasibleError as error:
+            self.log.write(
+                "action.refused",
+                action=str(action),
+                origin=origin,
+                execution_state="backend_infeasible",
+                layers=[],
+                reasons=[Reason("missing_capability", str(error)).to_record()],
+            )
+            raise
+        finally:
+            self._acting = False
+        for part in action.parts:
+            if isinstance(part, Evict) and applied.rows_after < applied.rows_before:
+                self.evicted_by = part.scorer
+        self._record_applied(applied, origin, decision)
+        self._slack = -1
+        return applied
+
+    def _require_feasible(self, steps: StepTracker, action: Action) -> None:
+        verdict = classify(
+            [action], self.profile(steps), self._layers(steps), rows_must_stay=self.speculative
+        )[0]
+        if verdict.feasible:
+            return
+        self.log.write(
+            "action.refused",
+            action=str(action),
+            origin="caller",
+            execution_state="backend_infeasible",
+            layers=[],
+            reasons=[r.to_record() for r in verdict.reasons],
+        )
+        raise ActionInfeasibleError(f"{action} cannot be executed: " + "; ".join(r.text for r in verdict.reasons))
+
+    def _say_if_over(self, steps: StepTracker, tokens: int) -> None:
+        layers = self._layers(steps)
+        predicted = nbytes_allocated(after_append(layers, tokens))
+        if predicted <= self._budget_left(steps):
+            self._over_budget_said = False
+            return
+        if not self._over_budget_said:
+            self._over_budget_said = True
+            self._warn(
+                "budget_exceeded",
+                f"a step of {tokens} tokens takes {format_bytes(predicted)}, the budget is "
+                f"{format_bytes(self._budget_left(steps))}; rows are brought back under it after the step"
+                + ("; LuminaCache.recommend_prefill_step() says which chunk fits" if tokens > 1 else ""),
+            )
+
+    def _warn(self, code: str, text: str) -> None:
+        self.log.write("warning", code=code, text=text)
+
+    def _record_step(self, steps: StepTracker) -> None:
+        layers = self._unmerged(steps)
+        now = Footprint.of(self._objects(steps))
+        self.log.write(
+            "step",
+            model_part=steps.name,
+            step=steps.step,
+            phase=steps.phase,
+            tokens_step=steps.tokens,
+            rows=max((one.rows for one in layers), default=0),
+            offset=max((one.offset for one in layers), default=0),
+            nbytes_live=now.nbytes_live,
+            nbytes_allocated=now.nbytes_allocated,
+            mlx_active=now.mlx_active,
+            mlx_pool=now.mlx_pool,
+            mlx_peak=mx.get_peak_memory(),
+        )
+
+    def _record_applied(self, applied: Applied, origin: str, decision: int | None) -> None:
+        self.log.write(
+            "action.applied",
+            action=str(applied.action),
+            origin=origin,
+            decision=decision,
+            execution_state="real",
+            layers_changed=list(applied.layers_changed),
+            rows_before=applied.rows_before,
+            rows_after=applied.rows_after,
+            predicted_live=applied.predicted_live,
+            predicted_allocated=applied.predicted_allocated,
+            before=asdict(applied.before),
+            after=asdict(applied.after),
+            seconds=applied.seconds,
+        )
+
+    def _record_caller(self, steps: StepTracker, done: _CallerConversion) -> None:
+        after = Footprint.of(self._objects(steps))
+        rows = max((one.rows for one in done.asked), default=0)
+        converted = set(done.layers)
+        predicted = [after_action([one], done.action)[0] if one.name in converted else one for one in done.asked]
+        self.log.write(
+            "action.applied",
+            action=str(done.action),
+            origin="kv_bits",
+            decision=None,
+            execution_state="real",
+            layers_changed=done.layers,
+            rows_before=rows,
+            rows_after=rows,
+            predicted_live=nbytes_live(predicted),
+            predicted_allocated=nbytes_allocated(predicted),
+            before=asdict(done.before),
+            after=asdict(after),
+            seconds=done.seconds,
+        )
+
+    def _renew_slack(self, layers: tuple[Held, ...], tokens: int) -> None:
+        """Tokens after the coming step for which no buffer grows; until then the bytes cannot change."""
+        after = after_append(layers, tokens)
+        growing = (
+            one
+            for one in after
+            if one.kind not in ("not_kv", "opaque")
+            and not (one.kind == "rotating" and one.capacity >= one.max_size)
+        )
+        room = [one.capacity - one.rows for one in growing]
+        self._slack = min(room, default=1 << 30)
+
+    def _budget_left(self, steps: StepTracker) -> int:
+        """The budget less what the other model of a draft pair holds."""
+        assert self.budget is not None
+        others = sum(nbytes_allocated(self._layers(t)) for t in self.trackers if t is not steps)
+        return self.budget - others
+
+    def _index(self, steps: StepTracker) -> int:
+        return self.trackers.index(steps)
+
+    def _objects(self, steps: StepTracker) -> list[Any]:
+        """Every cache object of the model, lists of caches taken apart."""
+        index = self._index(steps)
+        if index < len(self.entries):
+            return [entry for ref in self.entries[index] if (entry := ref()) is not None]
+        return [one for one in steps.layers if one.kind != "list"]
+
+    def _unmerged(self, steps: StepTracker) -> tuple[Held, ...]:
+        return held_all(self._objects(steps))
+
+    def _layers(self, steps: StepTracker) -> tuple[Held, ...]:
+        return merge_equal(self._unmerged(steps))
+
+
+def smallest_budget(probe: ModelProbe) -> int:
+    """Fewest bytes that this model's cache can be brought down to and still take the next token.
+
+    :data:`FEWEST_ROWS` rows per layer in the coarsest feasible codec, sliding windows full, recurrent state counted.
+
+    Raises:
+        BudgetError: if rows cannot be evicted on this backend, so that no budget can be held for ever.
+    """
+    if not probe.profile.has(ROW_GATHER):
+        raise BudgetError(
+            f"{probe.profile.model_type}: no budget can be held, because rows cannot be evicted: "
+            f"{probe.profile.outcome(ROW_GATHER).reason}"
+        )
+    steady = [_at_least(one) for one in probe.layers]
+    plans: list[Action] = [Keep()]
+    if probe.group_size is not None:
+        plans += [
+            Quantize("affine", bits, bits, probe.group_size)
+            for bits in (8, 4)
+            if probe.profile.has(packed_attention(bits, probe.group_size))
+        ]
+    return min(nbytes_allocated(after_append(after_action(steady, plan), 1)) for plan in plans)
+
+
+def _at_least(held: Held) -> Held:
+    if held.kind in ("not_kv", "opaque") or held.key_width == 0:
+        return held
+    rows = held.max_size if held.kind == "rotating" else FEWEST_ROWS
+    return replace(held, rows=rows, capacity=rows, offset=rows)

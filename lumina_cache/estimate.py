@@ -1,0 +1,178 @@
+"""Bytes, before they are spent: what a cache holds, and what it would hold after an action and the next tokens.
+
+Everything here is arithmetic on values. A layer is described by :class:`Held`, taken from real arrays or from a probe
+of the model (never from ``2·layers·heads·dim``: latent attention, borrowed K/V and windows break that formula). The
+growth rules are those of mlx-lm's cache classes, followed exactly: buffers grow in steps of 256 rows, a sliding window
+holds ``max_size + chunk − 1`` rows after a chunk, packed rows carry their scales and biases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from .actions import Action, Evict, Keep, Quantize, Reclaim
+from .codecs.base import STEP, grown_capacity
+
+__all__ = [
+    "Held",
+    "after_action",
+    "after_append",
+    "merge_equal",
+    "most_rows_within",
+    "nbytes_allocated",
+    "nbytes_live",
+    "peak_of_action",
+    "row_nbytes",
+]
+
+#: Rows that KIVI keeps dense at the end (its residual window), counted when an action that no backend executes is sized.
+KIVI_RESIDUAL = 32
+
+
+@dataclass(frozen=True)
+class Held:
+    """One layer's storage as numbers. Widths are per row over all heads and the batch, in elements."""
+
+    name: str
+    kind: str  #: ``kv``, ``rotating``, ``chunked``, ``concatenate``, ``quantized``, ``not_kv`` or ``opaque``
+    rows: int = 0
+    capacity: int = 0
+    offset: int = 0
+    key_width: int = 0  #: B·H·D_k elements per row
+    value_width: int = 0  #: B·H·D_v elements per row
+    itemsize: int = 0  #: bytes per element of the dense dtype
+    bits: int | None = None  #: None while dense
+    group_size: int = 0
+    dense_tail: int = 0  #: rows that stay dense behind packed ones
+    max_size: int = 0  #: sliding window (rows)
+    keep: int = 0  #: rows a sliding window never drops
+    fixed_nbytes: int = 0  #: recurrent and convolution state
+    count: int = 1  #: how many equal layers this value stands for
+
+    @property
+    def changeable(self) -> bool:
+        """Whether actions apply: one row per token in a buffer of our own making, and something in it."""
+        return self.kind == "kv" and self.rows > 0
+
+
+def merge_equal(layers: Iterable[Held]) -> tuple[Held, ...]:
+    """The same layers with equal ones counted instead of repeated; a model has few kinds, so sums get cheap."""
+    counts: dict[Held, list[Held]] = {}
+    for one in layers:
+        counts.setdefault(replace(one, name="", count=1), []).append(one)
+    return tuple(
+        replace(key, name=same[0].name, count=sum(one.count for one in same)) for key, same in counts.items()
+    )
+
+
+def row_nbytes(held: Held) -> int:
+    """Exact bytes of one row (keys and values, all heads) as stored."""
+    width = held.key_width + held.value_width
+    if held.bits is None:
+        return width * held.itemsize
+    return width * held.bits // 8 + 2 * (width // held.group_size) * held.itemsize
+
+
+def nbytes_allocated(layers: Iterable[Held]) -> int:
+    """Bytes of the arrays as allocated, slack included."""
+    return sum(
+        one.count * (one.capacity * row_nbytes(one) + _tail_nbytes(one) + one.fixed_nbytes) for one in layers
+    )
+
+
+def nbytes_live(layers: Iterable[Held]) -> int:
+    """Bytes of the rows held, without slack."""
+    return sum(
+        one.count * (one.rows * row_nbytes(one) + _tail_nbytes(one) + one.fixed_nbytes) for one in layers
+    )
+
+
+def _tail_nbytes(held: Held) -> int:
+    dense = (held.key_width + held.value_width) * held.itemsize
+    return min(held.dense_tail, held.rows) * (dense - row_nbytes(held)) if held.dense_tail else 0
+
+
+def after_append(layers: Iterable[Held], n: int) -> tuple[Held, ...]:
+    """The same layers after one step of ``n`` tokens."""
+    return tuple(_appended(one, n) for one in layers)
+
+
+def _appended(held: Held, n: int) -> Held:
+    if held.kind in ("not_kv", "opaque") or n == 0:
+        return held
+    offset = held.offset + n
+    if held.kind == "concatenate":
+        return replace(held, rows=held.rows + n, capacity=held.rows + n, offset=offset)
+    if held.kind != "rotating":
+        capacity = grown_capacity(held.rows, held.capacity, n)
+        return replace(held, rows=held.rows + n, capacity=capacity, offset=offset)
+    if n > 1:
+        dropped = max(0, held.rows - held.max_size + 1)
+        rows = held.rows - dropped + n
+        return replace(held, rows=rows, capacity=rows, offset=offset)
+    capacity = held.capacity
+    if held.offset >= capacity and capacity < held.max_size:
+        capacity += min(STEP, held.max_size - held.offset)
+    capacity = min(capacity, held.max_size)
+    return replace(held, rows=min(offset, capacity), capacity=capacity, offset=offset)
+
+
+def after_action(layers: Iterable[Held], action: Action) -> tuple[Held, ...]:
+    """The same layers after ``action``, before the next token. Layers that actions do not apply to stay as they are."""
+    layers = tuple(layers)
+    for part in action.parts:
+        layers = tuple(_acted(one, part) if one.changeable else one for one in layers)
+    return layers
+
+
+def _acted(held: Held, action: Action) -> Held:
+    match action:
+        case Keep():
+            return held
+        case Reclaim():
+            return replace(held, capacity=held.rows)
+        case Evict():
+            rows = action.rows_kept(held.rows)
+            return held if rows == held.rows else replace(held, rows=rows, capacity=rows)
+        case Quantize():
+            # One width for both: an action with unequal bits is sized by their mean, exact when the widths are equal.
+            bits = (action.key_bits + action.value_bits) // 2
+            tail = KIVI_RESIDUAL if action.codec == "kivi" else 0
+            return replace(
+                held, capacity=held.rows, bits=bits, group_size=action.group_size, dense_tail=tail
+            )
+    raise TypeError(f"no byte formula for {action!r}")
+
+
+def peak_of_action(layers: Sequence[Held], action: Action) -> int:
+    """Most bytes allocated at any moment while ``action`` is carried out layer by layer.
+
+    All layers before the action, plus the new buffers of the one layer that is being converted.
+    """
+    after = after_action(layers, action)
+    new = max(
+        (nbytes_allocated([b]) // b.count for a, b in zip(layers, after, strict=True) if a != b), default=0
+    )
+    return nbytes_allocated(layers) + new
+
+
+def most_rows_within(layers: Sequence[Held], nbytes: int, *, append: int, quantize: Quantize | None = None) -> int:
+    """The most rows per layer that, after appending ``append`` tokens, stay within ``nbytes`` allocated bytes.
+
+    With ``quantize`` the rows are re-encoded as well. 0 when not even one row fits.
+    """
+    low, high = 0, max((one.rows for one in layers if one.changeable), default=0)
+    while low < high:
+        rows = (low + high + 1) // 2
+        cut = tuple(
+            replace(one, rows=min(rows, one.rows), capacity=min(rows, one.rows)) if one.changeable else one
+            for one in layers
+        )
+        if quantize is not None:
+            cut = after_action(cut, quantize)
+        if nbytes_allocated(after_append(cut, append)) <= nbytes:
+            low = rows
+        else:
+            high = rows - 1
+    return low
