@@ -140,5 +140,6 @@ def _try(attempt: Callable[[], None]) -> Outcome:
     try:
         attempt()
     except Exception as error:
-        return Outcome(False, f"{type(error).__name__}: {error}", time.perf_counter() - start)
+        first_line = str(error).strip().split("\n", 1)[0]
+        return Outcome(False, f"{type(error).__name__}: {first_line}", time.perf_counter() - start)
     return Outcome(True, None, time.perf_counter() - start)
