@@ -39,7 +39,8 @@ def build(name: str, *, dtype: mx.Dtype = mx.float32, seed: int = 0) -> nn.Modul
     """The tiny model of the mlx-lm module `name`, evaluated and in evaluation mode.
 
     The weights depend on `seed` and the installed mlx-lm, not on what was built before; the global random
-    state of mlx is left as it was. Raises ModelUnavailableError for a module without a spec, or one this mlx-lm cannot build.
+    state of mlx is left as it was. Raises ModelUnavailableError for a module without a spec, or one that the
+    installed mlx-lm does not have.
     """
     spec = SPECS.get(name)
     if spec is None:
