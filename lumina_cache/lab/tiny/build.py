@@ -6,11 +6,13 @@ import copy
 import difflib
 import importlib
 import pkgutil
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
+from mlx.utils import tree_unflatten
+from mlx_lm.models.bitlinear_layers import BitLinear
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -36,8 +38,9 @@ def installed_modules() -> list[str]:
 def build(name: str, *, dtype: mx.Dtype = mx.float32, seed: int = 0) -> nn.Module:
     """The tiny model of the mlx-lm module `name`, evaluated and in evaluation mode.
 
-    Weights depend on `seed` and the parameters' names alone; the global random state of mlx is left as it
-    was. Raises ModelUnavailableError for a module without a spec, or one this mlx-lm cannot build.
+    The weights depend on `seed` and the installed mlx-lm, not on what was built before; the global random
+    state of mlx is left as it was. Raises ModelUnavailableError for a module without a spec, or one that the
+    installed mlx-lm does not have.
     """
     spec = SPECS.get(name)
     if spec is None:
@@ -48,11 +51,13 @@ def build(name: str, *, dtype: mx.Dtype = mx.float32, seed: int = 0) -> nn.Modul
         raise ModelUnavailableError(
             f"mlx_lm.models.{name} cannot be imported: {error}; install the mlx-lm version in pyproject.toml"
         ) from error
-    high, low = mx.random.state[0].tolist()
+    random_state = cast(list[mx.array], mx.random.state)
+    high, low = cast(list[int], random_state[0].tolist())
     mx.random.seed(seed)
     try:
         # some ModelArgs write into the lists and dicts they are given
         model = module.Model(module.ModelArgs.from_dict(copy.deepcopy(dict(spec.config))))
+        _make_runnable(model)
         mx.eval(model.parameters())
     finally:
         mx.random.seed(high << 32 | low)
@@ -66,6 +71,17 @@ def build(name: str, *, dtype: mx.Dtype = mx.float32, seed: int = 0) -> nn.Modul
 def cache_pattern(cache: list[Any]) -> str:
     """A prompt cache in the notation of `TinySpec.cache`."""
     return " ".join(_entry(entry) for entry in cache)
+
+
+def _make_runnable(model: nn.Module) -> None:
+    """Put a dense matrix where `bitnet` has a ternary one, which only a Metal kernel can multiply."""
+    dense = [
+        (path, nn.Linear(layer.in_features, layer.out_features, bias="bias" in layer))
+        for path, layer in model.named_modules()
+        if isinstance(layer, BitLinear)
+    ]
+    if dense:
+        model.update_modules(tree_unflatten(dense))
 
 
 def _entry(entry: Any) -> str:

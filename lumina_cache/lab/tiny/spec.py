@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lumina_cache.lab.tiny.weights import GAIN
+
 __all__ = ["TinySpec"]
 
 
@@ -28,13 +30,15 @@ class TinySpec:
     cache: str
     """The expected prompt cache, see above."""
     vocab_size: int = 128
-    """Token ids run from 0 to vocab_size - 1."""
+    """Feed token ids from 0 to vocab_size - 1, and look at their logits; phi3small has more."""
     window: int | None = None
     """Tokens a sliding layer sees, its own included; None where no layer slides."""
     chunk: int | None = None
     """Tokens in one attention chunk of a chunked layer (Llama 4); None where no layer is chunked."""
-    embedding_gain: float = 4.0
+    embedding_gain: float = GAIN
     """How wide the token embedding is drawn, as `weights.GAIN`; less where it is also the output matrix and
     would make the model repeat its last token."""
+    greedy_ok: bool = True
+    """False where greedy decoding repeats one token whatever the prompt, and so proves nothing."""
     notes: str = ""
     """What matters to a cache about this architecture."""
