@@ -46,7 +46,7 @@ class Applied:
     layers_changed: tuple[str, ...]
     rows_before: int
     rows_after: int
-    seconds: float
+    seconds: float  #: of the action itself; what the model still owed the arrays before it is not in it
 
 
 def held(layer: Any) -> Held:
@@ -99,11 +99,11 @@ def execute(layers: Sequence[Any], action: Action) -> Applied:
         EngagementError: the bytes or rows afterwards are not those that were asked for.
     """
     _check_executable(action)
-    start = time.perf_counter()
     targets = [layer for layer in layers if isinstance(layer, KVCache) and layer.rows > 0]
     # Whatever the model still owes these arrays is computed first, in the model's own order: converting a layer whose
     # inputs are unevaluated would keep the old buffers of all layers before it alive.
     mx.eval([(layer.keys, layer.values) for layer in targets])
+    start = time.perf_counter()
     asked = held_all(layers)
     before = Footprint.of(layers)
     predicted = after_action(asked, action)

@@ -8,7 +8,7 @@ holds ``max_size + chunk − 1`` rows after a chunk, packed rows carry their sca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from .actions import Action, Evict, Keep, Quantize, Reclaim
@@ -157,8 +157,14 @@ def peak_of_action(layers: Sequence[Held], action: Action) -> int:
     return nbytes_allocated(layers) + new
 
 
-def most_rows_within(layers: Sequence[Held], nbytes: int, *, append: int, quantize: Quantize | None = None) -> int:
-    """The most rows per layer that, after appending ``append`` tokens, stay within ``nbytes`` allocated bytes.
+def most_rows_within(
+    layers: Sequence[Held],
+    nbytes: int,
+    *,
+    then: Callable[[tuple[Held, ...]], tuple[Held, ...]],
+    quantize: Quantize | None = None,
+) -> int:
+    """The most rows per layer that, after ``then`` (for example the next step), stay within ``nbytes`` allocated bytes.
 
     With ``quantize`` the rows are re-encoded as well. 0 when not even one row fits.
     """
@@ -171,7 +177,7 @@ def most_rows_within(layers: Sequence[Held], nbytes: int, *, append: int, quanti
         )
         if quantize is not None:
             cut = after_action(cut, quantize)
-        if nbytes_allocated(after_append(cut, append)) <= nbytes:
+        if nbytes_allocated(then(cut)) <= nbytes:
             low = rows
         else:
             high = rows - 1

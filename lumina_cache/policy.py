@@ -77,7 +77,7 @@ class State:
                 for one in self.layers
             ],
             "nbytes_allocated": nbytes_allocated(self.layers),
-            "nbytes_next": nbytes_allocated(after_append(self.layers, self.tokens)),
+            "nbytes_next": nbytes_allocated(next_layers(self.layers, self.tokens)),
             "budget": self.budget,
             "available": self.available,
             "rows_must_stay": self.rows_must_stay,
@@ -114,7 +114,7 @@ class Candidate:
 
     action: Action
     reasons: tuple[Reason, ...]
-    nbytes_next: int  #: allocated bytes after the action and the next step
+    nbytes_next: int  #: allocated bytes after the action, the next step and one token more
     nbytes_peak: int  #: most bytes allocated while it is carried out
     score: Score
 
@@ -173,6 +173,11 @@ class LeastLoss:
         )
 
 
+def next_layers(layers: Iterable[Held], tokens: int) -> tuple[Held, ...]:
+    """The layers after the coming step and one token more, so that an action's room outlasts a chunk."""
+    return after_append(after_append(layers, tokens), 1)
+
+
 def candidates_for(state: State, group_size: int, bits: Iterable[int] = (8, 4)) -> tuple[Action, ...]:
     """The action space A for a state: the usual grid, plus evictions to just as many rows as the budget holds.
 
@@ -181,7 +186,12 @@ def candidates_for(state: State, group_size: int, bits: Iterable[int] = (8, 4)) 
     """
     bits = tuple(bits)
     plans: list[Quantize | None] = [None, *(Quantize("affine", b, b, group_size) for b in bits)]
-    solved = {most_rows_within(state.layers, state.budget, append=state.tokens, quantize=q) for q in plans}
+    solved = {
+        most_rows_within(
+            state.layers, state.budget, then=lambda held: next_layers(held, state.tokens), quantize=q
+        )
+        for q in plans
+    }
     held = max((one.rows for one in state.layers if one.changeable), default=0)
     rows = sorted(n for n in solved if 0 < n < held)
     return action_space(ratios=(0.5,), rows=rows, bits=bits, group_size=group_size)
@@ -197,7 +207,7 @@ def weigh(state: State, actions: Iterable[Action], profile: BackendProfile) -> t
 
 def _weighed(state: State, action: Action, reasons: tuple[Reason, ...]) -> Candidate:
     after = after_action(state.layers, action)
-    nbytes_next = nbytes_allocated(after_append(after, state.tokens))
+    nbytes_next = nbytes_allocated(next_layers(after, state.tokens))
     quality = _quality(state, action, after)
     return Candidate(
         action=action,

@@ -1,0 +1,164 @@
+"""``lumina-cache``: parse, call, print. Everything else lives in the library."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from .errors import LuminaError
+from .lab.blas import preload_openblas
+
+try:
+    import typer
+except ModuleNotFoundError as error:  # the command line is an extra
+    sys.exit(f"lumina-cache: {error.name} is not installed; install it with: pip install 'lumina-cache[cli]'")
+
+__all__ = ["app", "main"]
+
+#: Exit codes besides 0: something the user can mend; interrupted.
+USER_ERROR, INTERRUPTED = 2, 130
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="An adaptive KV cache for MLX-LM that holds a memory budget and writes down every decision.",
+)
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="A folder or repository that mlx_lm.load reads; default: SmolLM2-135M."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+Budget = Annotated[
+    str | None, typer.Option("--budget", "-b", help="Memory for the KV cache, for example 512MB or 2GB.")
+]
+LogPath = Annotated[
+    Path | None, typer.Option("--log", help="Where to write the audit log; default: a new file in the state directory.")
+]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point: no traceback for a user's mistake, and a clean end on Ctrl-C."""
+    # Before anything imports MLX: its Linux wheel binds its BLAS when it is loaded.
+    preload_openblas()
+    try:
+        code = app(args=argv, standalone_mode=False)
+    except LuminaError as error:
+        typer.echo(f"lumina-cache: {error}", err=True)
+        code = USER_ERROR
+    except typer.Abort:
+        code = INTERRUPTED
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        code = INTERRUPTED
+    except Exception as error:
+        code = _usage_error(error)
+        if code is None:
+            raise
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage_error(error: Exception) -> int | None:
+    """Exit code of a command-line mistake (typer's own exceptions), after showing it; None if it is something else."""
+    show: Callable[[], None] | None = getattr(error, "show", None)
+    if show is None:
+        return None
+    show()
+    return int(getattr(error, "exit_code", USER_ERROR))
+
+
+@app.callback(invoke_without_command=True)
+def _options(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        from ._version import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command(
+    epilog="Examples:  lumina-cache demo   |   lumina-cache demo --budget 24MB   |   "
+    "lumina-cache demo --model mlx-community/Llama-3.2-3B-Instruct-4bit --budget 200MB"
+)
+def demo(
+    model: Model = None,
+    budget: Budget = None,
+    log: LogPath = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 48,
+) -> None:
+    """Answer a question about a long document twice: with the stock cache and under a memory budget."""
+    from .lab.demo import run_demo
+
+    run_demo(model=model, budget=budget, log=log, max_tokens=max_tokens)
+
+
+@app.command(
+    epilog="Examples:  lumina-cache run --prompt 'Why is the sky blue?'   |   "
+    "lumina-cache run --prompt-file notes.txt --budget 512MB --model ~/models/llama   |   "
+    "cat notes.txt | lumina-cache run --prompt-file - --json"
+)
+def run(
+    model: Model = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt itself.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompt-file", "-f", help="A text file with the prompt; - for standard input.")
+    ] = None,
+    budget: Budget = None,
+    log: LogPath = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 256,
+    raw: Annotated[bool, typer.Option("--raw", help="Pass the prompt as it is, without the chat template.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Generate from a prompt with LuminaCache, and say what the cache did."""
+    from .lab.run import run_prompt
+
+    text = _prompt(prompt, prompt_file)
+    run_prompt(model=model, prompt=text, budget=budget, log=log, max_tokens=max_tokens, raw=raw, as_json=json)
+
+
+@app.command(epilog="Examples:  lumina-cache gap run.jsonl   |   lumina-cache gap run.jsonl --json | jq .mean")
+def gap(log: Annotated[Path, typer.Argument(help="An audit log.")], json: AsJson = False) -> None:
+    """From an audit log: what the backend's limits cost at each decision, and which limit it was."""
+    from .audit import read_log
+    from .gap.gap import gap_of_log
+    from .gap.report import as_json, as_text
+
+    report = gap_of_log(read_log(log))
+    typer.echo(as_json(report) if json else as_text(report))
+
+
+@app.command(name="log", epilog="Examples:  lumina-cache log run.jsonl   |   lumina-cache log run.jsonl --json")
+def show_log(path: Annotated[Path, typer.Argument(help="An audit log.")], json: AsJson = False) -> None:
+    """Check an audit log against the event table and print it a line per event. Exit code 1 if lines are wrong."""
+    from .audit import read_log
+    from .report import log_as_json, log_as_text
+
+    contents = read_log(path)
+    typer.echo(log_as_json(contents) if json else log_as_text(contents))
+    if contents.problems:
+        raise typer.Exit(1)
+
+
+def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise _mistake("give either --prompt or --prompt-file")
+    if prompt is None:
+        try:
+            prompt = sys.stdin.read() if str(prompt_file) == "-" else Path(str(prompt_file)).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise _mistake(f"cannot read the prompt from {prompt_file}: {error}") from None
+    if not prompt.strip():
+        raise _mistake("the prompt is empty")
+    return prompt
+
+
+def _mistake(text: str) -> Any:
+    return typer.BadParameter(text)
+
+
+if __name__ == "__main__":
+    main()

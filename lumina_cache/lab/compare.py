@@ -1,0 +1,89 @@
+"""How far one cache's predictions are from another's, teacher-forced, and how fast each goes, side by side."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import EngagementError
+
+__all__ = ["Drift", "Rates", "drift", "interleaved_rates"]
+
+
+@dataclass(frozen=True)
+class Drift:
+    """KL(full ‖ other) in nats per token and the share of positions where both prefer the same token.
+
+    Execution state: real; both caches ran a real forward.
+    """
+
+    kl_mean: float
+    kl_p95: float
+    top1_agreement: float
+    positions: int
+
+
+def drift(model: Any, full: Any, other: Any, tokens: list[int], *, lossy: bool) -> Drift:
+    """Feed the same ``tokens`` to both caches (which are advanced by them) and compare the logits position by position.
+
+    Raises:
+        EngagementError: if a lossy action was taken and there is no drift at all: then it did not happen.
+    """
+    ids = mx.array(tokens)[None]
+    reference, tried = _log_softmax(model(ids, cache=full)), _log_softmax(model(ids, cache=other))
+    kl = mx.sum(mx.exp(reference) * (reference - tried), axis=-1)
+    same = mx.argmax(reference, -1) == mx.argmax(tried, -1)
+    mx.eval(kl, same)
+    found = sorted(float(x) for x in kl.tolist())
+    if lossy and mx.array_equal(reference, tried).item():
+        raise EngagementError("a lossy action was taken, yet the logits are those of the full cache to the last bit")
+    return Drift(
+        kl_mean=statistics.fmean(found),
+        kl_p95=found[min(len(found) - 1, round(0.95 * (len(found) - 1)))],
+        top1_agreement=float(same.astype(mx.float32).mean().item()),
+        positions=len(found),
+    )
+
+
+def _log_softmax(logits: mx.array) -> mx.array:
+    x = logits[0].astype(mx.float32)
+    return x - mx.logsumexp(x, axis=-1, keepdims=True)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Median tokens per second of each side, and the median of the paired time ratios (other over full)."""
+
+    full: float
+    other: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    rounds: int
+
+
+def interleaved_rates(model: Any, full: Any, other: Any, tokens: list[int], *, chunk: int) -> Rates:
+    """Time forwards of ``chunk`` tokens at a time on both caches, taking turns, so that both see the same noise."""
+    seconds: dict[str, list[float]] = {"full": [], "other": []}
+    rounds = len(tokens) // chunk
+    for i in range(rounds):
+        ids = mx.array(tokens[i * chunk : (i + 1) * chunk])[None]
+        order = (("full", full), ("other", other))
+        for name, cache in order if i % 2 == 0 else order[::-1]:
+            start = time.perf_counter()
+            # As in generation, only the last position's logits are needed.
+            mx.eval(model(ids, cache=cache)[:, -1])
+            seconds[name].append(time.perf_counter() - start)
+    ratios = sorted(b / a for a, b in zip(seconds["full"], seconds["other"], strict=True))
+    return Rates(
+        full=chunk / statistics.median(seconds["full"]),
+        other=chunk / statistics.median(seconds["other"]),
+        ratio=statistics.median(ratios),
+        ratio_low=ratios[0],
+        ratio_high=ratios[-1],
+        rounds=rounds,
+    )
