@@ -177,6 +177,10 @@ class AuditLog:
         new.path, new._logger = self.path, self._logger
         return new
 
+    def detach(self) -> None:
+        """Write no more to the file; records stay in memory."""
+        self.path, self._logger = None, None
+
     def count_step(self, tokens: int) -> None:
         """Count a step without writing a record; on the hot path."""
         self._totals["steps_total"] += 1
