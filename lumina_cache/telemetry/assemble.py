@@ -32,6 +32,7 @@ def platform_readers(disk_directory: Path | None = None) -> ReaderSet:
 
 
 def derive(
+    platform: str,
     readings: Mapping[str, Reading],
     previous: PressureLevel = PressureLevel.UNKNOWN,
     rule: pressure.LinuxRule | None = None,
@@ -42,21 +43,13 @@ def derive(
     done = dict(readings)
     uncompressed = _sum(done, "memory_free_bytes", "memory_active_bytes", "memory_inactive_bytes")
     compressed = _sum(done, "memory_compressed_bytes")
-    if _is_linux(done):
+    if platform == "linux":
         _derive_linux(done, previous, rule or pressure.LinuxRule())
-    elif uncompressed is not None and compressed is not None:
+    elif platform == "darwin" and uncompressed is not None and compressed is not None:
         _derive_darwin(done, uncompressed, compressed, previous)
     if "headroom_bytes" not in done:
         done["headroom_bytes"] = Reading.unknown("it follows from page counts that are unknown", "derived")
     return done
-
-
-def _is_linux(readings: Mapping[str, Reading]) -> bool:
-    return (
-        "memory_available_bytes" in readings
-        and "stall_some_percent" in readings
-        and (readings["stall_some_percent"].source != "macOS")
-    )
 
 
 def _sum(readings: Mapping[str, Reading], *names: str) -> int | None:
@@ -128,5 +121,7 @@ def read_once(readers: ReaderSet | None = None, *, clock: Callable[[], float] = 
     finally:
         if readers is None:
             own.close()
-    readings = derive(merge([runner.parts[probe.name] for probe in own.probes if probe.name in runner.parts]))
+    readings = derive(
+        own.platform, merge([runner.parts[probe.name] for probe in own.probes if probe.name in runner.parts])
+    )
     return Snapshot.from_readings(readings, platform=own.platform, read_at=runner.read_at)

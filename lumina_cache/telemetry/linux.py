@@ -22,7 +22,7 @@ from lumina_cache.telemetry.parse_linux import (
     parse_psi,
     parse_table,
 )
-from lumina_cache.telemetry.probes import Probe, ReaderSet, Readings, Tier
+from lumina_cache.telemetry.probes import NEEDS_TWO_READINGS, Probe, ReaderSet, Readings, Tier
 from lumina_cache.telemetry.snapshot import PowerSource, Reading, ThermalState
 
 __all__ = ["LinuxReader", "linux_readers"]
@@ -224,7 +224,7 @@ class LinuxReader:
             return {name: Reading.unknown("no pswpin and pswpout", source) for name in fields}
         before, self._swap_before = self._swap_before, (at, out, into)
         if before is None or at <= before[0]:
-            return {name: Reading.unknown("needs two readings", source) for name in fields}
+            return {name: Reading.unknown(NEEDS_TWO_READINGS, source) for name in fields}
         scale = self._page_bytes / (at - before[0])
         deltas = (out - before[1], into - before[2])
         return {
