@@ -90,6 +90,12 @@ def merge(parts: Sequence[Mapping[str, Reading]]) -> Readings:
     return merged
 
 
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.strerror}: {error.filename}"
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
 class ProbeRunner:
     """Runs the probes of one tier when they are due, and remembers what each said last.
 
@@ -146,7 +152,7 @@ class ProbeRunner:
             readings = dict(probe.read())
         except Exception as error:
             self._due[probe.name] = self._clock() + self._retry_seconds
-            reason = f"{type(error).__name__}: {error}"
+            reason = _said(error)
             readings = {name: Reading.unknown(reason, probe.name) for name in probe.fields}
         for name in probe.fields:
             if name not in readings:
