@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lumina_cache.telemetry import pressure
-from lumina_cache.telemetry.probes import ProbeRunner, ReaderSet, Readings, merge
+from lumina_cache.telemetry.probes import ProbeRunner, ReaderSet, Readings, Tier, merge
 from lumina_cache.telemetry.snapshot import PressureLevel, Reading, Snapshot
 
-__all__ = ["derive", "platform_readers", "read_once"]
+__all__ = ["SnapshotReader", "derive", "platform_readers", "read_once"]
 
 
 def platform_readers(disk_directory: Path | None = None) -> ReaderSet:
@@ -32,6 +32,7 @@ def platform_readers(disk_directory: Path | None = None) -> ReaderSet:
 
 
 def derive(
+    platform: str,
     readings: Mapping[str, Reading],
     previous: PressureLevel = PressureLevel.UNKNOWN,
     rule: pressure.LinuxRule | None = None,
@@ -42,21 +43,13 @@ def derive(
     done = dict(readings)
     uncompressed = _sum(done, "memory_free_bytes", "memory_active_bytes", "memory_inactive_bytes")
     compressed = _sum(done, "memory_compressed_bytes")
-    if _is_linux(done):
+    if platform == "linux":
         _derive_linux(done, previous, rule or pressure.LinuxRule())
-    elif uncompressed is not None and compressed is not None:
+    elif platform == "darwin" and uncompressed is not None and compressed is not None:
         _derive_darwin(done, uncompressed, compressed, previous)
     if "headroom_bytes" not in done:
         done["headroom_bytes"] = Reading.unknown("it follows from page counts that are unknown", "derived")
     return done
-
-
-def _is_linux(readings: Mapping[str, Reading]) -> bool:
-    return (
-        "memory_available_bytes" in readings
-        and "stall_some_percent" in readings
-        and (readings["stall_some_percent"].source != "macOS")
-    )
 
 
 def _sum(readings: Mapping[str, Reading], *names: str) -> int | None:
@@ -114,19 +107,51 @@ def _derive_linux(done: Readings, previous: PressureLevel, rule: pressure.LinuxR
         done["headroom_bytes"] = Reading.unknown("available memory is unknown", source)
 
 
-def read_once(readers: ReaderSet | None = None, *, clock: Callable[[], float] = time.monotonic) -> Snapshot:
-    """Read everything now, in this thread, and return it. Starts no thread, keeps nothing open, raises
-    nothing.
+class SnapshotReader:
+    """Reads in the caller's thread, again and again, so that rates and hysteresis have a past. Not
+    thread-safe.
 
-    Rates need two readings and are unknown here. On a Mac a source that fails is replaced by a command,
-    which may take up to two seconds each.
+    With ``fast_only`` nothing is read that could wait on another process or on a device.
     """
-    own = readers or platform_readers()
-    runner = ProbeRunner(own.probes, clock=clock)
+
+    def __init__(
+        self,
+        readers: ReaderSet | None = None,
+        *,
+        fast_only: bool = False,
+        rule: pressure.LinuxRule | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._readers = readers or platform_readers()
+        self._probes = [p for p in self._readers.probes if not fast_only or p.tier is Tier.FAST]
+        self._runner = ProbeRunner(self._probes, clock=clock)
+        self._rule = rule
+        self._level = PressureLevel.UNKNOWN
+
+    def read(self) -> Snapshot:
+        """Read what is due and return everything. Raises nothing."""
+        self._runner.run_due()
+        parts = [self._runner.parts[p.name] for p in self._probes if p.name in self._runner.parts]
+        readings = derive(self._readers.platform, merge(parts), self._level, self._rule)
+        snapshot = Snapshot.from_readings(
+            readings, platform=self._readers.platform, read_at=self._runner.read_at
+        )
+        self._level = snapshot.pressure_level
+        return snapshot
+
+    def close(self) -> None:
+        """Let go of handles and files; reading again opens them anew."""
+        self._readers.close()
+
+
+def read_once(readers: ReaderSet | None = None, *, clock: Callable[[], float] = time.monotonic) -> Snapshot:
+    """Read everything now, in this thread, and return it: no thread, nothing kept open, nothing raised.
+
+    Rates need two readings and are unknown here. On a Mac a source that fails is replaced by a command, which
+    may take up to two seconds each.
+    """
+    reader = SnapshotReader(readers, clock=clock)
     try:
-        runner.run_due()
+        return reader.read()
     finally:
-        if readers is None:
-            own.close()
-    readings = derive(merge([runner.parts[probe.name] for probe in own.probes if probe.name in runner.parts]))
-    return Snapshot.from_readings(readings, platform=own.platform, read_at=runner.read_at)
+        reader.close()

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from lumina_cache.telemetry import parse_darwin as parse
 from lumina_cache.telemetry.common import disk_probe, mlx_probes
 from lumina_cache.telemetry.parse import MAX_BYTES, Unknown
-from lumina_cache.telemetry.probes import Probe, ReaderSet, Readings, Tier
+from lumina_cache.telemetry.probes import NEEDS_TWO_READINGS, Probe, ReaderSet, Readings, Tier
 from lumina_cache.telemetry.snapshot import PowerSource, PressureLevel, Reading
 
 __all__ = ["COMMAND_TIMEOUT_SECONDS", "Calls", "DarwinCalls", "darwin_readers", "run_command"]
@@ -588,7 +588,7 @@ def _rate(
         return Reading.unknown("not printed", source)
     old = getattr(before[1], attribute) if before else None
     if before is None or old is None or after[0] <= before[0]:
-        return Reading.unknown("needs two readings", source)
+        return Reading.unknown(NEEDS_TWO_READINGS, source)
     if new < old:
         return Reading.unknown("the counter fell", source)
     return Reading((new - old) / (after[0] - before[0]), source)

@@ -22,7 +22,7 @@ from lumina_cache.telemetry.parse_linux import (
     parse_psi,
     parse_table,
 )
-from lumina_cache.telemetry.probes import Probe, ReaderSet, Readings, Tier
+from lumina_cache.telemetry.probes import NEEDS_TWO_READINGS, Probe, ReaderSet, Readings, Tier
 from lumina_cache.telemetry.snapshot import PowerSource, Reading, ThermalState
 
 __all__ = ["LinuxReader", "linux_readers"]
@@ -31,15 +31,15 @@ _NOT_HERE = {
     "memory_wired_bytes": "Linux has no count of wired pages",
     "memory_purgeable_bytes": "Linux has no purgeable pages",
     "pressure_share_percent": "macOS only",
-    "pressure_ratio": "macOS only: it describes the macOS compressor",
-    "compression_bytes_per_second": "macOS only: it describes the macOS compressor",
-    "gpu_utilization_percent": "no GPU reader for Linux",
-    "gpu_renderer_percent": "no GPU reader for Linux",
-    "gpu_in_use_bytes": "no GPU reader for Linux",
-    "gpu_allocated_bytes": "no GPU reader for Linux",
-    "gpu_recoveries_total": "no GPU reader for Linux",
-    "wired_limit_bytes": "macOS only: iogpu.wired_limit_mb",
-    "performance_cores": "no reader for Linux",
+    "pressure_ratio": "macOS only",
+    "compression_bytes_per_second": "macOS only",
+    "gpu_utilization_percent": "no reader for it on Linux",
+    "gpu_renderer_percent": "no reader for it on Linux",
+    "gpu_in_use_bytes": "no reader for it on Linux",
+    "gpu_allocated_bytes": "no reader for it on Linux",
+    "gpu_recoveries_total": "no reader for it on Linux",
+    "wired_limit_bytes": "macOS only",
+    "performance_cores": "no reader for it on Linux",
 }
 
 
@@ -180,7 +180,7 @@ class LinuxReader:
             limit, room, where = self.cgroup_room()
         except (OSError, ValueError) as error:
             self._limit_files = None
-            found["memory_limit_bytes"] = Reading.unknown(f"{error}", "cgroup")
+            found["memory_limit_bytes"] = Reading.unknown(f"cannot be read: {error}", "cgroup")
             return
         if limit is None:
             found["memory_limit_bytes"] = Reading.unknown(f"no limit is set ({where})", "cgroup")
@@ -224,7 +224,7 @@ class LinuxReader:
             return {name: Reading.unknown("no pswpin and pswpout", source) for name in fields}
         before, self._swap_before = self._swap_before, (at, out, into)
         if before is None or at <= before[0]:
-            return {name: Reading.unknown("needs two readings", source) for name in fields}
+            return {name: Reading.unknown(NEEDS_TWO_READINGS, source) for name in fields}
         scale = self._page_bytes / (at - before[0])
         deltas = (out - before[1], into - before[2])
         return {

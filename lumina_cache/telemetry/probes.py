@@ -11,10 +11,26 @@ from enum import Enum
 
 from lumina_cache.telemetry.snapshot import FIELD_GROUPS, Reading
 
-__all__ = ["RETRY_SECONDS", "Probe", "ProbeRunner", "ReaderSet", "Tier", "merge"]
+__all__ = [
+    "NEEDS_TWO_READINGS",
+    "NOT_READ_YET",
+    "PENDING_REASONS",
+    "RETRY_SECONDS",
+    "Probe",
+    "ProbeRunner",
+    "ReaderSet",
+    "Readings",
+    "Tier",
+    "merge",
+]
 
 RETRY_SECONDS = 60.0
 """A probe that raised is asked again after this long."""
+
+NOT_READ_YET = "not read yet"
+NEEDS_TWO_READINGS = "needs two readings"
+PENDING_REASONS = frozenset({NOT_READ_YET, NEEDS_TWO_READINGS})
+"""Reasons that pass by themselves shortly after the start."""
 
 Readings = dict[str, Reading]
 
@@ -74,6 +90,12 @@ def merge(parts: Sequence[Mapping[str, Reading]]) -> Readings:
     return merged
 
 
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.strerror}: {error.filename}"
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
 class ProbeRunner:
     """Runs the probes of one tier when they are due, and remembers what each said last.
 
@@ -94,47 +116,61 @@ class ProbeRunner:
         self._due = dict.fromkeys((probe.name for probe in self._probes), float("-inf"))
         self.parts: dict[str, Readings] = {}
         """Last readings by probe name."""
+        self.answered_at: dict[str, float] = {}
+        """When each probe last answered, with values or without."""
         self.read_at: dict[str, float] = {}
-        """Time of the last read of each group that gave at least one value."""
+        """When each group last got at least one value."""
 
-    def run_due(self, known: Callable[[str], bool] = lambda name: False) -> bool:
-        """Run what is due; `known(field)` tells whether a preferred source has the field. True if
-        anything ran.
+    def run_due(
+        self,
+        known_elsewhere: Callable[[str], bool] = lambda name: False,
+        after_each: Callable[[], None] = lambda: None,
+    ) -> bool:
+        """Run what is due; True if anything ran.
+
+        `known_elsewhere(field)` tells whether another runner's preferred source has the field, so that a
+        fallback can rest. `after_each` is called when a probe has answered, so that a later one that
+        hangs holds nothing back.
         """
         ran = False
         for probe in self._probes:
             now = self._clock()
             if now < self._due[probe.name]:
                 continue
-            if probe.fallback and all(
-                known(name) or self._known_before(probe, name) for name in probe.fields
-            ):
+            # A hair early is on time: the threads wake on a grid of their own.
+            self._due[probe.name] = now + 0.9 * probe.period_seconds
+            if probe.fallback and self._can_rest(probe, known_elsewhere):
                 self.parts.pop(probe.name, None)
                 continue
             ran = True
-            # A hair early is on time: the threads wake on a grid of their own.
-            self._due[probe.name] = now + 0.9 * probe.period_seconds
-            try:
-                readings = probe.read()
-            except Exception as error:
-                self._due[probe.name] = now + self._retry_seconds
-                reason = f"{type(error).__name__}: {error}"
-                readings = {name: Reading.unknown(reason, probe.name) for name in probe.fields}
-            for name in probe.fields:
-                if name not in readings:
-                    readings[name] = Reading.unknown("the source did not give it", probe.name)
-            self.parts[probe.name] = readings
-            if any(reading.known for reading in readings.values()):
-                self.read_at.update(
-                    (FIELD_GROUPS[name], now) for name, reading in readings.items() if reading.known
-                )
+            self._run(probe)
+            after_each()
         return ran
 
-    def _known_before(self, probe: Probe, name: str) -> bool:
-        for earlier in self._probes:
-            if earlier is probe:
-                return False
-            reading = self.parts.get(earlier.name, {}).get(name)
-            if reading is not None and reading.known:
-                return True
-        return False
+    def _run(self, probe: Probe) -> None:
+        try:
+            readings = dict(probe.read())
+        except Exception as error:
+            self._due[probe.name] = self._clock() + self._retry_seconds
+            reason = _said(error)
+            readings = {name: Reading.unknown(reason, probe.name) for name in probe.fields}
+        for name in probe.fields:
+            if name not in readings:
+                readings[name] = Reading.unknown("the source did not give it", probe.name)
+        now = self._clock()
+        self.parts[probe.name] = readings
+        self.answered_at[probe.name] = now
+        for name, reading in readings.items():
+            if reading.value is not None:
+                self.read_at[FIELD_GROUPS[name]] = now
+
+    def _can_rest(self, probe: Probe, known_elsewhere: Callable[[str], bool]) -> bool:
+        earlier = [self.parts.get(name, {}) for name in self._names_before(probe)]
+        return all(
+            known_elsewhere(field) or any(field in part and part[field].known for part in earlier)
+            for field in probe.fields
+        )
+
+    def _names_before(self, probe: Probe) -> list[str]:
+        names = [each.name for each in self._probes]
+        return names[: names.index(probe.name)]
