@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -123,7 +123,7 @@ def _prompt(loaded: LoadedModel, document: Document, *, shortened: bool) -> list
     if shortened:
         ids = loaded.tokenizer.encode(text)[:SHORT_DOCUMENT_TOKENS]
         text = loaded.tokenizer.decode(ids)
-    return chat_tokens(loaded.tokenizer, f"{text}\n\n{document.question}")
+    return chat_tokens(loaded.tokenizer, replace(document, text=text).prompt())
 
 
 def _measure(
@@ -215,11 +215,12 @@ def _budget_lines(cache: LuminaCache, lumina: _Run) -> list[str]:
 def _cost(
     document: Document, stock: _Run, lumina: _Run, apart: Drift, prefill: Rates, decode: Rates
 ) -> list[str]:
-    found = [document.answer.lower() in run.answer.text.lower() for run in (stock, lumina)]
+    question = document.questions[0]
+    found = [question.is_answered_by(run.answer.text) for run in (stock, lumina)]
     return [
         f"KL to the full cache {apart.kl_mean:.4f} nats per token (p95 {apart.kl_p95:.4f}), the same first choice at "
         f"{apart.top1_agreement:.0%} of {apart.positions} positions (teacher-forced on the stock cache's answer)",
-        f"the expected answer ({document.answer!r}) is in the stock cache's answer: {_yes(found[0])}; "
+        f"the expected answer ({question.expected!r}) is in the stock cache's answer: {_yes(found[0])}; "
         f"in LuminaCache's: {_yes(found[1])}",
         f"decode  {decode.full:.2f} against {decode.other:.2f} tokens per second; a step takes {_times(decode)} as long",
         f"prefill {prefill.full:.1f} against {prefill.other:.1f} tokens per second in chunks of {PREFILL_CHUNK}; a chunk "
