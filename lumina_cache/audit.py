@@ -114,7 +114,7 @@ EVENTS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
             "layers": _field("names of the layers concerned; empty for all", list),
             "reasons": _field("why", list),
         },
-        "telemetry": {"snapshot": _field("machine snapshot, written when it changed", dict)},
+        "telemetry": {"snapshot": _field("machine snapshot, written when pressure, heat, power mode or swapping changed", dict)},
         "warning": {
             "code": _field("for programs", str),
             "text": _field("for people", str),

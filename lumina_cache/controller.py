@@ -83,6 +83,7 @@ class Controller:
         self._caller: _CallerConversion | None = None
         self._refused: set[tuple[str, str]] = set()
         self._over_budget_said = False
+        self._machine_seen: tuple[object, ...] | None = None
         self.finalizer = weakref.finalize(self, log.end)
 
     # -- StepListener: the hot path ---------------------------------------------------------------------------------
@@ -214,6 +215,7 @@ class Controller:
 
     def log_start(self, copied_from: str | None = None) -> None:
         machine = self.read_machine()
+        self._machine_seen = _signs(machine)
         unknown = {}
         probe = self.probes.get(0)
         if probe is None:
@@ -274,7 +276,7 @@ class Controller:
         policy = self.policy
         assert policy is not None
         start = time.perf_counter()
-        machine = self.read_machine()
+        machine = self._look_at_machine()
         probe = self.probe(steps)
         state = State(
             phase=steps.phase,
@@ -313,6 +315,15 @@ class Controller:
             except Exception as error:  # generation must not break because an action did
                 self._warn("action_failed", f"{decision.action}: {type(error).__name__}: {error}")
         self._say_if_over(steps, tokens)
+
+    def _look_at_machine(self) -> Snapshot | None:
+        """The latest snapshot; written to the log when one of the signs that decisions turn on has changed."""
+        machine = self.read_machine()
+        signs = _signs(machine)
+        if machine is not None and signs != self._machine_seen:
+            self.log.write("telemetry", snapshot=machine.to_record())
+        self._machine_seen = signs
+        return machine
 
     def _ask(self, policy: Policy, state: State, candidates: tuple[Candidate, ...]) -> Decision:
         try:
@@ -467,6 +478,13 @@ class Controller:
 
     def _layers(self, steps: StepTracker) -> tuple[Held, ...]:
         return merge_equal(self._unmerged(steps))
+
+
+def _signs(machine: Snapshot | None) -> tuple[object, ...] | None:
+    if machine is None:
+        return None
+    swapping = machine.swap_out_bytes_per_second
+    return machine.pressure_level, machine.thermal_state, machine.low_power_mode, swapping is not None and swapping > 0
 
 
 def smallest_budget(probe: ModelProbe) -> int:

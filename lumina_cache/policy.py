@@ -168,7 +168,7 @@ class LeastLoss:
             return Decision(best.action, f"{best.nbytes_next} bytes after the next step are within the budget")
         return Decision(
             best.action,
-            f"least expected loss ({best.score.kl} nats per token) among feasible actions that leave at most "
+            f"least expected loss ({best.score.kl:.3g} nats per token) among feasible actions that leave at most "
             f"{state.budget} bytes after the next step",
         )
 
