@@ -98,6 +98,16 @@ class Controller:
             if tokens > 1 or self._slack < 0 or self._unchecked:
                 self._hold_budget(steps, tokens, "predicted_overflow")
                 self._unchecked = tokens > 1
+        self._note_step(steps)
+
+    def step_began(self, steps: StepTracker, tokens: int) -> None:
+        self.log.count_step(tokens)
+        if self.policy is not None:
+            self._slack -= tokens
+            self._unchecked = True
+        self._note_step(steps)
+
+    def _note_step(self, steps: StepTracker) -> None:
         if steps.step % STEP_RECORD_EVERY == 1 or steps.phase != self._phase:
             self._phase = steps.phase
             self._record_step(steps)

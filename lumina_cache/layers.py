@@ -178,6 +178,26 @@ class _RowLayer(ManagedLayer):
     def codec(self) -> Codec | None:
         return Dense()
 
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        steps = self._steps
+        if steps is None:
+            return self._append(keys, values)
+        steps.on_update(self, keys.shape[2])
+        fetched = self._append(keys, values)
+        steps.on_updated()
+        return fetched
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        if self._steps is not None:
+            self._steps.on_read()
+        return self._fetch()
+
+    def _append(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        return super().update_and_fetch(keys, values)  # type: ignore[misc, no-any-return]
+
+    def _fetch(self) -> tuple[Any, Any]:
+        return super().keys_and_values()  # type: ignore[misc, no-any-return]
+
     @property
     def capacity(self) -> int:
         """Rows allocated (tokens)."""
@@ -241,23 +261,20 @@ class KVCache(_RowLayer, stock.KVCache):  # type: ignore[misc]
         tail = np.arange(self._kept.size + self._dropped, self.offset, dtype=np.int32)
         return np.concatenate([self._kept, tail])
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        steps = self._steps
-        if steps is not None:
-            steps.on_update(self, keys.shape[2])
+    def _append(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         if self._codec is None:
-            return stock.KVCache.update_and_fetch(self, keys, values)  # type: ignore[no-any-return]
+            return super()._append(keys, values)
         rows = self.offset - self._dropped
         self._hold(
             append_rows(_parts_or_none(self.keys), rows, self._codec.encode(keys)),
             append_rows(_parts_or_none(self.values), rows, self._codec.encode(values)),
         )
         self.offset += keys.shape[2]
-        return self.keys_and_values()
+        return self._fetch()
 
-    def keys_and_values(self) -> tuple[Any, Any]:
+    def _fetch(self) -> tuple[Any, Any]:
         if self._codec is None:
-            return stock.KVCache.keys_and_values(self)  # type: ignore[no-any-return]
+            return super()._fetch()
         keys = cut_rows(_parts(self.keys), self.rows)
         values = cut_rows(_parts(self.values), self.rows)
         return (keys, values) if self._codec.packed else (keys[0], values[0])
@@ -373,11 +390,6 @@ class RotatingKVCache(_RowLayer, stock.RotatingKVCache):  # type: ignore[misc]
     def rows(self) -> int:
         return 0 if self.keys is None else min(self.offset, self.keys.shape[2])
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self._steps is not None:
-            self._steps.on_update(self, keys.shape[2])
-        return stock.RotatingKVCache.update_and_fetch(self, keys, values)  # type: ignore[no-any-return]
-
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
         if self._steps is not None:
             self._steps.on_mask(N)
@@ -420,11 +432,6 @@ class ChunkedKVCache(_RowLayer, stock.ChunkedKVCache):  # type: ignore[misc]
     def rows(self) -> int:
         return 0 if self.keys is None else int(self.offset - self.start_position)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self._steps is not None:
-            self._steps.on_update(self, keys.shape[2])
-        return stock.ChunkedKVCache.update_and_fetch(self, keys, values)  # type: ignore[no-any-return]
-
     @property
     def state(self) -> tuple[Any, ...]:
         self._touch()
@@ -443,11 +450,6 @@ class ConcatenateKVCache(_RowLayer, stock.ConcatenateKVCache):  # type: ignore[m
     @property
     def rows(self) -> int:
         return 0 if self.keys is None else int(self.offset)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self._steps is not None:
-            self._steps.on_update(self, keys.shape[2])
-        return stock.ConcatenateKVCache.update_and_fetch(self, keys, values)  # type: ignore[no-any-return]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         if self._steps is not None:
@@ -482,11 +484,6 @@ class QuantizedKVCache(_RowLayer, stock.QuantizedKVCache):  # type: ignore[misc]
     @property
     def rows(self) -> int:
         return 0 if self.keys is None else int(self.offset)
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        if self._steps is not None:
-            self._steps.on_update(self, keys.shape[2])
-        return stock.QuantizedKVCache.update_and_fetch(self, keys, values)  # type: ignore[no-any-return]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         if self._steps is not None:

@@ -3,7 +3,8 @@
 A model step asks one or more caches for masks, then updates each K/V layer once, then attends over what the update
 returned. Storage may be swapped only between the last attention of one step and the first mask of the next. The cache
 is never told about either, so the boundary is inferred: after every K/V layer that this model updates has been
-updated, the *next touch from outside* (a mask, an update, ``state``, ``nbytes``, ``trim``) is past the last attention.
+updated, and read again as often as in the step before (layers that borrow another's K/V read it after its update), the
+*next touch from outside* (a mask, an update, ``state``, ``nbytes``, ``trim``) is past the last attention.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ class StepListener(Protocol):
 
     def step_begins(self, steps: StepTracker, tokens: int) -> None:
         """The boundary before a step of ``tokens`` tokens; rows may be changed now."""
+
+    def step_began(self, steps: StepTracker, tokens: int) -> None:
+        """A step of ``tokens`` tokens has begun unnoticed: its mask exists already, so rows must stay as they are."""
 
     def touched(self, steps: StepTracker) -> None:
         """A touch from outside at a boundary; rows may be changed now."""
@@ -48,7 +52,19 @@ class StepTracker:
     collector runs.
     """
 
-    __slots__ = ("_expected", "_layers", "_open", "_updated", "listener", "name", "step", "tokens")
+    __slots__ = (
+        "_expected",
+        "_expected_reads",
+        "_layers",
+        "_open",
+        "_reads",
+        "_short",
+        "_updated",
+        "listener",
+        "name",
+        "step",
+        "tokens",
+    )
 
     def __init__(self, listener: StepListener | None = None, name: str = "model") -> None:
         self.listener = listener
@@ -58,6 +74,9 @@ class StepTracker:
         self._layers: list[weakref.ref[ManagedLayer]] = []
         self._expected = 0
         self._updated = 0
+        self._expected_reads = 0  # of rows, after the last update of a step
+        self._reads = 0
+        self._short: int | None = None  # updates of the last step that ended before all that were expected
         self._open = True
 
     @property
@@ -112,7 +131,8 @@ class StepTracker:
         new = StepTracker(copy.deepcopy(self.listener, memo), self.name)
         memo[id(self)] = new
         new.step, new.tokens = self.step, self.tokens
-        new._updated, new._open = self._updated, self._open
+        new._updated, new._open, new._short = self._updated, self._open, self._short
+        new._reads, new._expected_reads = self._reads, self._expected_reads
         # Attaching the copies counts up to the number of layers; what was learned of the model stays known.
         new._expected = self._expected - sum(layer.holds_rows for layer in self.layers)
         if new.listener is not None:
@@ -135,20 +155,37 @@ class StepTracker:
             self._begin(tokens)
             # No mask was asked of this cache. One token needs none; for more, the model has built its own already,
             # and changing rows now could pull them from under it.
-            if self.listener is not None and tokens == 1:
-                self.listener.step_begins(self, tokens)
+            if self.listener is not None:
+                if tokens == 1:
+                    self.listener.step_begins(self, tokens)
+                else:
+                    self.listener.step_began(self, tokens)
         elif seen:
-            # The layer comes round again although the step never completed: either this model does not use all its
-            # entries, or the last step was cut short. The mask of this step exists, so rows stay as they are.
-            self._expected = self._updated
+            # The layer comes round again although the step never completed. The mask of this step exists.
+            self._learn_from_short_step()
             self._begin(tokens)
+            if self.listener is not None:
+                self.listener.step_began(self, tokens)
         elif self._open:
             # Fewer layers were expected than this model updates: the step goes on.
             self._expected = self._updated + 1
             self._open = False
         layer._seen = self.step
+
+    def on_updated(self) -> None:
+        """The layer that :meth:`on_update` named holds the new tokens."""
         self._updated += 1
-        if self._updated >= self._expected:
+        if self._updated >= self._expected and self._reads >= self._expected_reads:
+            self._open = True
+
+    def on_read(self) -> None:
+        """A layer's rows are read without an update (or from within one, which comes before :meth:`on_updated`)."""
+        if self._updated < self._expected:
+            return
+        self._reads += 1
+        if self._open:
+            self._expected_reads = self._reads
+        elif self._reads >= self._expected_reads:
             self._open = True
 
     def on_state_mask(self, tokens: int) -> None:
@@ -169,3 +206,15 @@ class StepTracker:
         self.step += 1
         self.tokens = tokens
         self._updated = 0
+        self._reads = 0
+
+    def _learn_from_short_step(self) -> None:
+        """The last step ended early: it was cut short by an exception, or this model never uses some of its entries.
+
+        Only layers that were never updated at all are given up, and only when two steps ended at the same point.
+        """
+        if self._updated >= self._expected:
+            self._expected_reads = self._reads
+        elif self._short == self._updated:
+            self._expected = sum(layer.holds_rows and layer._seen > 0 for layer in self.layers)
+        self._short = self._updated

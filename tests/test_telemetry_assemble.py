@@ -6,7 +6,9 @@ import sys
 import pytest
 
 from lumina_cache.telemetry import PressureLevel, ThermalState, read_once
-from lumina_cache.telemetry.snapshot import FIELD_GROUPS
+from lumina_cache.telemetry.assemble import SnapshotReader, derive
+from lumina_cache.telemetry.probes import Probe, ReaderSet, Tier
+from lumina_cache.telemetry.snapshot import FIELD_GROUPS, Reading, Value
 
 
 def test_read_once_gives_plain_json_in_which_every_field_has_a_value_or_a_reason() -> None:
@@ -32,3 +34,71 @@ def test_on_linux_what_only_a_mac_has_is_null_and_never_zero_or_nominal() -> Non
     assert snapshot.pressure_level is not PressureLevel.UNKNOWN
     assert snapshot.process_footprint_bytes is not None
     assert snapshot.process_footprint_bytes > 1 << 20
+
+
+def _readings(**values: Value) -> dict[str, Reading]:
+    return {name: Reading(value, "test") for name, value in values.items()}
+
+
+def test_the_kernels_level_stands_and_the_rule_adds_ratio_and_headroom() -> None:
+    found = derive(
+        "darwin",
+        _readings(
+            pressure_level=PressureLevel.WARN,
+            memory_free_bytes=100,
+            memory_active_bytes=500,
+            memory_inactive_bytes=400,
+            memory_compressed_bytes=1150,
+        ),
+    )
+    assert found["pressure_level"] == Reading(PressureLevel.WARN, "test")
+    assert found["pressure_ratio"].value == pytest.approx(1000 / 2150)
+    assert found["headroom_bytes"].value == 1000 - 600
+
+
+def test_without_all_page_counts_there_is_no_ratio_and_no_headroom() -> None:
+    found = derive("darwin", _readings(memory_free_bytes=100, memory_compressed_bytes=5))
+    assert "pressure_ratio" not in found
+    assert found["headroom_bytes"].reason == "it follows from page counts that are unknown"
+    assert "pressure_level" not in found
+
+
+def test_on_linux_the_effective_total_is_the_smaller_of_machine_and_limit() -> None:
+    found = derive(
+        "linux",
+        _readings(memory_total_bytes=1000, memory_limit_bytes=100, memory_available_bytes=8),
+    )
+    assert found["pressure_level"].value is PressureLevel.WARN
+    assert found["headroom_bytes"].value == 3
+
+
+def test_a_reader_keeps_the_level_it_saw_for_its_hysteresis() -> None:
+    available = [9]
+
+    def read() -> dict[str, Reading]:
+        return _readings(memory_total_bytes=100, memory_available_bytes=available[0])
+
+    probe = Probe("memory", ("memory_total_bytes", "memory_available_bytes"), read)
+    reader = SnapshotReader(ReaderSet("linux", (probe,)))
+    assert reader.read().pressure_level is PressureLevel.WARN
+    available[0] = 11
+    assert reader.read().pressure_level is PressureLevel.WARN
+    available[0] = 13
+    assert reader.read().pressure_level is PressureLevel.NORMAL
+
+
+def test_fast_only_leaves_out_what_may_wait_on_others() -> None:
+    def slow() -> dict[str, Reading]:
+        raise AssertionError("it was read")
+
+    probe = Probe("slow", ("disk_free_bytes",), slow, Tier.SLOW)
+    snapshot = SnapshotReader(ReaderSet("test", (probe,)), fast_only=True).read()
+    assert snapshot.unknown["disk_free_bytes"] == "no reader for it on test"
+
+
+def test_on_another_system_only_what_is_the_same_everywhere_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "plan9")
+    snapshot = read_once()
+    assert snapshot.platform == "plan9"
+    assert snapshot.pressure_level is PressureLevel.UNKNOWN
+    assert snapshot.disk_free_bytes is not None

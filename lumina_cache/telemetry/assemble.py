@@ -80,7 +80,7 @@ def _derive_linux(done: Readings, previous: PressureLevel, rule: pressure.LinuxR
     available = _sum(done, "memory_available_bytes")
     total, limit = _sum(done, "memory_total_bytes"), _sum(done, "memory_limit_bytes")
     effective = min((size for size in (total, limit) if size is not None), default=None)
-    stalls = [done[name].value for name in ("stall_some_percent", "stall_full_percent")]
+    stalls = [done[n].value if n in done else None for n in ("stall_some_percent", "stall_full_percent")]
     some, full = (value if isinstance(value, float) else None for value in stalls)
     level = rule.level(
         available_bytes=available,

@@ -570,7 +570,7 @@ def _wired_limit(mib: int | Unknown, source: str) -> Reading:
     if isinstance(mib, Unknown):
         return Reading.unknown(mib.reason, source)
     if mib == 0:
-        return Reading.unknown("not set: the system's default applies", source)
+        return Reading.unknown("not set: the system's default applies", source, settled=True)
     if not 0 < mib << 20 <= MAX_BYTES:
         return Reading.unknown(f"a limit of {mib} MiB", source)
     return Reading(mib << 20, source)

@@ -411,7 +411,7 @@ def _manual_checks() -> list[Check]:
             "levels warn and critical",
             Status.MANUAL,
             "transitions at the ratios of the rule",
-            "sudo memory_pressure -l warn (then -l critical) in another terminal, while watch_levels runs here",
+            "sudo memory_pressure -l warn (then -l critical) in another terminal, beside watch_levels",
         ),
         Check(
             "thermal level under load",

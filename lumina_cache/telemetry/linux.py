@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from lumina_cache.telemetry.snapshot import PowerSource, Reading, ThermalState
 
 __all__ = ["LinuxReader", "linux_readers"]
 
+_MEMBERSHIP_SECONDS = 10.0
 _NOT_HERE = {
     "memory_wired_bytes": "Linux has no count of wired pages",
     "memory_purgeable_bytes": "Linux has no purgeable pages",
@@ -50,6 +52,7 @@ class LinuxReader:
         self._root = Path(root)
         self._open: dict[str, int] = {}
         self._limit_files: tuple[tuple[str, bool], ...] | None = None
+        self._limit_files_until = 0.0
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
         self._swap_before: tuple[float, int, int] | None = None
 
@@ -122,8 +125,10 @@ class LinuxReader:
         Room is limit minus usage, where file pages that can be dropped at once (``inactive_file``) do not
         count as used. None, None: no limit anywhere. Raises OSError or ValueError when it cannot be read.
         """
-        if self._limit_files is None:
+        now = time.monotonic()
+        if self._limit_files is None or now > self._limit_files_until:
             self._limit_files = self._find_limit_files()
+            self._limit_files_until = now + _MEMBERSHIP_SECONDS  # a process can be moved to another group
         limit: int | None = None
         room: int | None = None
         where = "no memory control group"
@@ -342,8 +347,6 @@ def linux_readers(
     clock: Callable[[], float] | None = None,
 ) -> ReaderSet:
     """Every probe for Linux. Sensors outside `root` (temperatures) are read only when `root` is ``/``."""
-    import time
-
     now = clock or time.monotonic
     reader = LinuxReader(root)
     slow_reader = LinuxReader(root)  # each thread has its own descriptors

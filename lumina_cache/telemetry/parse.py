@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["MAX_BYTES", "Unknown", "complete_lines", "unsigned"]
+__all__ = ["MAX_BYTES", "Unknown", "complete_lines", "only_line", "unsigned"]
 
 MAX_BYTES = 1 << 46
 """64 TiB. A count of bytes above it is garbage: no machine that this library runs on has as much."""
@@ -27,3 +27,8 @@ def unsigned(text: str) -> int | None:
     scripts.
     """
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else None
+
+
+def only_line(text: str) -> str | None:
+    """The one line that `text` is, newline included; None when it is anything else."""
+    return text[:-1] if text.endswith("\n") and text.count("\n") == 1 else None

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from lumina_cache.telemetry.parse import MAX_BYTES, Unknown, complete_lines, unsigned
+from lumina_cache.telemetry.parse import MAX_BYTES, Unknown, complete_lines, only_line, unsigned
 from lumina_cache.telemetry.snapshot import PowerSource, PressureLevel, ThermalState
 
 __all__ = [
@@ -262,9 +262,9 @@ def parse_notifyutil(text: str, key: str) -> int | Unknown:
     """``notifyutil -g KEY`` prints ``KEY 2``, or on failure ``KEY: Failed with code 9`` with exit status
     0.
     """
-    lines = complete_lines(text)
-    if len(lines) == 1 and lines[0].startswith(f"{key} "):
-        number = unsigned(lines[0].removeprefix(f"{key} "))
+    line = only_line(text) or ""
+    if line.startswith(f"{key} "):
+        number = unsigned(line.removeprefix(f"{key} "))
         if number is not None and number < 1 << 64:
             return number
     return Unknown("not in the format of notifyutil -g")
@@ -315,6 +315,8 @@ def parse_ioreg_plist(output: bytes) -> GpuStatistics | Unknown:
         return Unknown("no IOAccelerator node")
     if len(output) > 16 << 20:
         return Unknown(f"{len(output)} bytes of ioreg output")
+    if _NO_INTEGER.search(output):
+        return Unknown("a property list with an integer that is none")
     try:
         nodes = plistlib.loads(output, fmt=plistlib.FMT_XML)
     except Exception as error:  # plistlib lets expat, value, overflow, attribute and other errors through
@@ -327,6 +329,7 @@ def parse_ioreg_plist(output: bytes) -> GpuStatistics | Unknown:
 
 # --- command output ---
 
+_NO_INTEGER = re.compile(rb"<integer>(?!-?[0-9]+</integer>)")  # plistlib would read 1_0 and +1
 _VM_STAT_HEADER = re.compile(r"Mach Virtual Memory Statistics: \(page size of ([0-9]{1,6}) bytes\)")
 _VM_STAT_LINE = re.compile(r'"?([A-Z][A-Za-z -]*)"?:[ ]+([0-9]{1,20})\.')
 _SWAP_TEXT = re.compile(
@@ -382,7 +385,7 @@ def parse_sysctl_text(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for line in complete_lines(text):
         name, colon, value = line.partition(": ")
-        if colon and " -> " not in value and re.fullmatch(r"[a-z0-9_.]+", name):
+        if colon and " -> " not in value and re.fullmatch(r"[a-z0-9_]+(?:\.[a-z0-9_]+)+", name):
             found[name] = value
     return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from lumina_cache.telemetry.parse import MAX_BYTES, Unknown, complete_lines, unsigned
+from lumina_cache.telemetry.parse import MAX_BYTES, Unknown, complete_lines, only_line, unsigned
 
 __all__ = [
     "CgroupMembership",
@@ -86,8 +86,7 @@ def parse_psi(text: str) -> Stall | Unknown:
 
 def parse_counter(text: str) -> int | Unknown:
     """One non-negative number of bytes on a line of its own."""
-    lines = complete_lines(text)
-    number = unsigned(lines[0]) if len(lines) == 1 else None
+    number = unsigned(only_line(text) or "")
     return Unknown("not one number on one line") if number is None or number > MAX_BYTES else number
 
 
@@ -95,8 +94,7 @@ def parse_cgroup_limit(text: str) -> int | Unknown | None:
     """Bytes, or None when the group has no limit (v2 prints ``max``, v1 a number near 2**63)."""
     if text == "max\n":
         return None
-    lines = complete_lines(text)
-    number = unsigned(lines[0]) if len(lines) == 1 else None
+    number = unsigned(only_line(text) or "")
     if number is not None and _V1_UNLIMITED <= number < 1 << 63:
         return None
     return parse_counter(text)

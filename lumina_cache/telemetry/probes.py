@@ -5,7 +5,7 @@ a source that failed is asked again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -22,6 +22,7 @@ __all__ = [
     "Readings",
     "Tier",
     "merge",
+    "settled_fields",
 ]
 
 RETRY_SECONDS = 60.0
@@ -56,7 +57,7 @@ class Probe:
     tier: Tier = Tier.FAST
     period_seconds: float = 0.0
     fallback: bool = False
-    """Asked only while some of `fields` is unknown to the probes before it."""
+    """Asked only while the probes before it leave some of `fields` open; see `settled_fields`."""
 
     def __post_init__(self) -> None:
         strangers = [name for name in self.fields if name not in FIELD_GROUPS]
@@ -88,6 +89,18 @@ def merge(parts: Sequence[Mapping[str, Reading]]) -> Readings:
                     f"{held.reason}; {reading.source}: {reading.reason}", held.source
                 )
     return merged
+
+
+def settled_fields(parts: Iterable[Mapping[str, Reading]]) -> frozenset[str]:
+    """Fields for which no other source needs to be asked: known ones, those beside a known one in the
+    same answer (that source works, and does not have them or not yet), and those that are settled as
+    having no value.
+    """
+    settled: set[str] = set()
+    for part in parts:
+        answered = any(reading.known for reading in part.values())
+        settled.update(name for name, reading in part.items() if answered or reading.settled)
+    return frozenset(settled)
 
 
 def _said(error: Exception) -> str:
@@ -123,12 +136,12 @@ class ProbeRunner:
 
     def run_due(
         self,
-        known_elsewhere: Callable[[str], bool] = lambda name: False,
+        settled_elsewhere: Callable[[str], bool] = lambda name: False,
         after_each: Callable[[], None] = lambda: None,
     ) -> bool:
         """Run what is due; True if anything ran.
 
-        `known_elsewhere(field)` tells whether another runner's preferred source has the field, so that a
+        `settled_elsewhere(field)` tells whether another runner's preferred source has the field, so that a
         fallback can rest. `after_each` is called when a probe has answered, so that a later one that
         hangs holds nothing back.
         """
@@ -139,7 +152,7 @@ class ProbeRunner:
                 continue
             # A hair early is on time: the threads wake on a grid of their own.
             self._due[probe.name] = now + 0.9 * probe.period_seconds
-            if probe.fallback and self._can_rest(probe, known_elsewhere):
+            if probe.fallback and self._can_rest(probe, settled_elsewhere):
                 self.parts.pop(probe.name, None)
                 continue
             ran = True
@@ -158,18 +171,19 @@ class ProbeRunner:
             if name not in readings:
                 readings[name] = Reading.unknown("the source did not give it", probe.name)
         now = self._clock()
+        if probe.fallback and not any(reading.known for reading in readings.values()):
+            self._due[probe.name] = (
+                now + self._retry_seconds
+            )  # a command that says nothing is not worth repeating
         self.parts[probe.name] = readings
         self.answered_at[probe.name] = now
         for name, reading in readings.items():
             if reading.value is not None:
                 self.read_at[FIELD_GROUPS[name]] = now
 
-    def _can_rest(self, probe: Probe, known_elsewhere: Callable[[str], bool]) -> bool:
-        earlier = [self.parts.get(name, {}) for name in self._names_before(probe)]
-        return all(
-            known_elsewhere(field) or any(field in part and part[field].known for part in earlier)
-            for field in probe.fields
-        )
+    def _can_rest(self, probe: Probe, settled_elsewhere: Callable[[str], bool]) -> bool:
+        settled = settled_fields(self.parts.get(name, {}) for name in self._names_before(probe))
+        return all(field in settled or settled_elsewhere(field) for field in probe.fields)
 
     def _names_before(self, probe: Probe) -> list[str]:
         names = [each.name for each in self._probes]

@@ -30,6 +30,7 @@ from lumina_cache.telemetry.probes import (
     Readings,
     Tier,
     merge,
+    settled_fields,
 )
 from lumina_cache.telemetry.snapshot import FIELD_GROUPS, PressureLevel, Reading, Snapshot
 
@@ -124,7 +125,7 @@ class _Core:
         self._debouncer = PressureDebouncer(self._debounce)
         self._fast = ProbeRunner(self._fast_probes, clock=self._clock)
         self._slow = ProbeRunner(tuple(self._slow_probes.values()), clock=self._clock)
-        self._fast_known: frozenset[str] = frozenset()
+        self._fast_settled: frozenset[str] = frozenset()
         self._started_at = self._clock()
         # One reference, replaced as a whole by the slow thread and read by the fast one: it needs no lock.
         self._published: tuple[dict[str, Readings], dict[str, float], dict[str, float]] = ({}, {}, {})
@@ -143,9 +144,7 @@ class _Core:
         """Read the fast probes, join what the slow thread published, and make it the latest snapshot."""
         self._fast.run_due()
         parts = self._fast.parts
-        self._fast_known = frozenset(
-            name for part in parts.values() for name, reading in part.items() if reading.known
-        )
+        self._fast_settled = settled_fields(parts.values())
         slow_parts, answered_at, slow_read_at = self._published
         now = self._clock()
         ordered: list[Mapping[str, Reading]] = []
@@ -177,7 +176,7 @@ class _Core:
 
     def slow_step(self) -> None:
         """Read the slow probes that are due, publishing after each."""
-        self._slow.run_due(lambda name: name in self._fast_known, self._publish)
+        self._slow.run_due(lambda name: name in self._fast_settled, self._publish)
 
     def _publish(self) -> None:
         slow = self._slow
@@ -192,6 +191,13 @@ class _Core:
                 tell(event)
             except Exception as error:
                 self.last_callback_error = f"{type(error).__name__}: {error}"
+
+    def broke(self, error: Exception) -> None:
+        """A fault of this file must not leave an old snapshot standing as if it were fresh."""
+        fault = Reading.unknown(f"telemetry failed: {type(error).__name__}: {error}", "sampler")
+        self.latest = Snapshot.from_readings(
+            dict.fromkeys(FIELD_GROUPS, fault), platform=self.readers.platform
+        )
 
     # --- threads ---
 
@@ -250,7 +256,10 @@ def _run(core: _Core, which: int) -> None:
     due = time.monotonic() + (period if which == 0 else 0.0)
     try:
         while not core.wait(which, due - time.monotonic()):
-            step()
+            try:
+                step()
+            except Exception as error:
+                core.broke(error)
             # After a sleep of the machine or a long call, go on from now: missed beats are not made up.
             due = max(due + period, time.monotonic() + 0.1 * period)
     finally:

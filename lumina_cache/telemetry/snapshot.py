@@ -66,14 +66,16 @@ class Reading:
     value: Value | None
     source: str
     reason: str | None = None
+    settled: bool = False
+    """The source answered that there is no value: asking another one is of no use."""
 
     def __post_init__(self) -> None:
         if (self.value is None) != (self.reason is not None):
             raise ValueError(f"a reading has either a value or a reason: {self.value!r}, {self.reason!r}")
 
     @classmethod
-    def unknown(cls, reason: str, source: str) -> Reading:
-        return cls(None, source, reason)
+    def unknown(cls, reason: str, source: str, *, settled: bool = False) -> Reading:
+        return cls(None, source, reason, settled)
 
     @property
     def known(self) -> bool:

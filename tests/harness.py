@@ -1,0 +1,255 @@
+"""What the contract's tests share: tokens, runs, and a reference that masks rows instead of dropping them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models import cache as stock
+from mlx_lm.models.cache import make_prompt_cache
+
+from lumina_cache.apply import held_all
+from lumina_cache.cache import LuminaCache
+from lumina_cache.estimate import Held
+from lumina_cache.lab.tiny import SPECS
+from lumina_cache.layers import leaves
+
+__all__ = [
+    "CORE",
+    "NO_ROWS",
+    "UNPACKABLE",
+    "Masked",
+    "MaskedQuantized",
+    "allocated",
+    "architectures",
+    "assert_close",
+    "feed",
+    "greedy",
+    "held_of",
+    "hide",
+    "masked_reference",
+    "pack_reference",
+    "pieces",
+    "quiet",
+    "real_bytes",
+    "same_bits",
+    "settle",
+    "tokens",
+]
+
+#: Architectures of the normal run; the others are marked slow.
+CORE = (
+    "baichuan_m1",
+    "cohere2",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "exaone4",
+    "falcon_h1",
+    "gemma2",
+    "gemma3",
+    "gemma3n",
+    "gemma4_text",
+    "glm4_moe_lite",
+    "gpt2",
+    "gpt_oss",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_linear",
+    "lfm2",
+    "llama",
+    "llama4",
+    "longcat_flash",
+    "mamba",
+    "mamba2",
+    "minicpm3",
+    "ministral3",
+    "mistral3",
+    "nemotron_h",
+    "olmo3",
+    "phi3",
+    "plamo2",
+    "qwen3",
+    "qwen3_5",
+    "qwen3_moe",
+    "qwen3_next",
+    "recurrent_gemma",
+    "rwkv7",
+)
+
+
+def architectures(*, but: Iterable[str] = ()) -> list[Any]:
+    """Parameters for a test: every architecture except ``but``, those outside :data:`CORE` marked slow."""
+    left_out = frozenset(but)
+    return [
+        pytest.param(name, marks=() if name in CORE else pytest.mark.slow)
+        for name in SPECS
+        if name not in left_out
+    ]
+
+
+#: Models none of whose entries holds one row per token for as long as the generation lasts.
+NO_ROWS = frozenset({"mamba", "mamba2", "rwkv7", "recurrent_gemma"})
+
+#: Models whose attention cannot read packed rows, and why.
+UNPACKABLE = {
+    "deepseek_v3": "latent attention",
+    "deepseek_v32": "latent attention",
+    "gemma2": "attention by hand",
+    "gemma4_text": "borrowed K/V",
+    "glm4_moe_lite": "latent attention",
+    "gpt_oss": "attention sinks",
+    "kimi_linear": "latent attention",
+    "longcat_flash": "latent attention",
+    "minicpm3": "no group size divides its head dims",
+    "plamo2": "attention by hand",
+}
+
+
+def tokens(n: int, seed: int = 0, batch: int = 1) -> mx.array:
+    """Token ids (batch, n), the same for the same seed."""
+    return mx.array(np.random.default_rng(seed).integers(0, 96, (batch, n)))
+
+
+def pieces(n: int, chunk: int, decode: int = 0) -> list[int]:
+    """Step lengths: ``n`` tokens in chunks of ``chunk``, then ``decode`` single tokens."""
+    full, rest = divmod(n, chunk)
+    return [chunk] * full + [rest] * (rest > 0) + [1] * decode
+
+
+def settle(cache: Iterable[Any]) -> None:
+    """Evaluate every array of the cache, as mlx-lm does after each prefill chunk."""
+    mx.eval([entry.state for entry in cache])
+
+
+def feed(model: Any, cache: Any, ids: mx.array, steps: Sequence[int], start: int = 0) -> mx.array:
+    """Run ``model`` over ``ids[:, start:]`` in steps of the given lengths; logits (B, sum of steps, V), evaluated."""
+    out = []
+    for begin, end in itertools.pairwise(itertools.accumulate(steps, initial=start)):
+        logits = model(ids[:, begin:end], cache=cache)
+        mx.eval(logits)
+        if end - begin > 1:
+            settle(cache)
+        out.append(logits)
+    return mx.concatenate(out, axis=1)
+
+
+def greedy(
+    model: Any, prompt: Sequence[int], cache: Any, n: int, **kwargs: Any
+) -> list[tuple[int, mx.array]]:
+    """``n`` greedy tokens of mlx-lm's ``generate_step`` with their log-probabilities (V,)."""
+    steps = generate_step(mx.array(prompt), model, prompt_cache=cache, max_tokens=n, **kwargs)
+    return [(int(token), logprobs) for token, logprobs in steps]
+
+
+def same_bits(a: mx.array, b: mx.array) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool(mx.array_equal(a, b).item())
+
+
+def assert_close(got: mx.array, want: mx.array, tolerance: float = 1e-5) -> None:
+    """The largest difference is at most ``tolerance`` of the largest logit."""
+    scale = float(mx.abs(want).max().item())
+    worst = float(mx.abs(got - want).max().item())
+    assert np.isfinite(worst), "logits are not finite"
+    assert worst <= tolerance * scale, f"largest difference {worst:.3g} of logits up to {scale:.3g}"
+
+
+def held_of(cache: Iterable[Any]) -> tuple[Held, ...]:
+    return held_all(leaves(list(cache)))
+
+
+def allocated(cache: LuminaCache) -> int:
+    return cache.observe().nbytes_allocated
+
+
+def real_bytes(cache: Iterable[Any]) -> int:
+    """Bytes of the arrays that the entries really hold, asked of the arrays themselves."""
+    return sum(a.nbytes for leaf in leaves(list(cache)) for a in arrays_of(leaf))
+
+
+def arrays_of(leaf: Any) -> Iterator[mx.array]:
+    """Every array that one entry holds as keys, values or state."""
+    stack: list[Any] = [
+        getattr(leaf, "keys", None),
+        getattr(leaf, "values", None),
+        getattr(leaf, "cache", None),
+    ]
+    while stack:
+        one = stack.pop()
+        if isinstance(one, mx.array):
+            yield one
+        elif isinstance(one, list | tuple):
+            stack.extend(one)
+
+
+def quiet(model: Any, **kwargs: Any) -> LuminaCache:
+    """A LuminaCache that does not read the machine."""
+    return LuminaCache(model, telemetry=False, **kwargs)
+
+
+# -- the reference: mlx-lm's own caches, complete, with some rows masked ------------------------------------------------
+
+
+class Masked(stock.KVCache):
+    """A complete cache whose ``hidden`` positions are masked for every query."""
+
+    hidden = np.array([], dtype=np.int64)
+    #: deepseek_v32 gathers from the mask and needs one with batch and head axes.
+    four_axes = False
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+        query, key = np.arange(self.offset, self.offset + N)[:, None], np.arange(self.offset + N)[None]
+        mask = (key <= query) & ~np.isin(key, self.hidden)
+        if window_size is not None:
+            mask &= query - key < window_size
+        return mx.array(mask[None, None] if self.four_axes else mask)
+
+
+class MaskedQuantized(stock.QuantizedKVCache):
+    hidden = np.array([], dtype=np.int64)
+    four_axes = False
+    make_mask = Masked.make_mask
+
+
+def masked_reference(model: Any) -> list[Any]:
+    """The stock cache of ``model`` in which rows can be hidden with :func:`hide`."""
+    four_axes = "deepseek_v32" in type(model).__module__
+
+    def swap(entry: Any) -> Any:
+        if isinstance(entry, stock.CacheList):
+            return stock.CacheList(*map(swap, entry.caches))
+        if type(entry) is not stock.KVCache:
+            return entry
+        masked = Masked()
+        masked.four_axes = four_axes
+        return masked
+
+    return [swap(entry) for entry in make_prompt_cache(model)]
+
+
+def hide(reference: Iterable[Any], positions: Iterable[int]) -> None:
+    """Hide these positions, besides those hidden before, from every later query."""
+    for leaf in leaves(list(reference)):
+        if isinstance(leaf, Masked | MaskedQuantized):
+            leaf.hidden = np.union1d(leaf.hidden, np.array(list(positions), dtype=np.int64))
+
+
+def pack_reference(reference: list[Any], bits: int, group_size: int) -> list[Any]:
+    """The same reference with its rows packed by mlx-lm's own ``to_quantized``; hidden rows stay hidden."""
+
+    def swap(entry: Any) -> Any:
+        if isinstance(entry, stock.CacheList):
+            return stock.CacheList(*map(swap, entry.caches))
+        if not isinstance(entry, Masked):
+            return entry
+        packed = MaskedQuantized(group_size, bits)
+        packed.__dict__.update(entry.to_quantized(group_size, bits).__dict__)
+        packed.hidden, packed.four_axes = entry.hidden, entry.four_axes
+        return packed
+
+    return [swap(entry) for entry in reference]
