@@ -66,7 +66,9 @@ def test_a_decode_step_of_32_layers_costs_at_most_50_microseconds_more(benchmark
     benchmark.extra_info["extra microseconds per step, median"] = statistics.median(extra)
     benchmark.extra_info["extra microseconds per step, quartiles"] = statistics.quantiles(extra, n=4)
     benchmark(_step, ours, stub_arrays)
-    print(f"\nextra per step: median {statistics.median(extra):.1f} µs, quartiles {statistics.quantiles(extra, n=4)}")
+    print(
+        f"\nextra per step: median {statistics.median(extra):.1f} µs, quartiles {statistics.quantiles(extra, n=4)}"
+    )
     assert statistics.median(extra) <= LIMIT_MICROSECONDS
 
 

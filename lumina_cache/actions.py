@@ -1,101 +1,64 @@
 """The vocabulary of actions on a KV cache: pure values with a text form that round-trips.
 
-Four families and the no-op::
+Four families (allocate, reclaim, compress, offload), composites of them, plans by layer, and the no-op::
 
-    keep                                   hold everything as it is
-    reclaim                                give back unused allocation and MLX's buffer pool
-    evict:sinks_window@0.50                keep half of the rows: attention sinks and the recent window
-    evict:sinks_window@rows=1024,sinks=4   keep 1,024 rows
-    quant:affine,bits=4,group=64           re-encode rows as packed 4-bit codes in groups of 64
-    quant:kivi,kbits=4,vbits=4,group=32    other codecs may take separate bits for keys and values
+    keep                                     hold everything as it is
+    reserve:8192                             allocate for 8,192 rows ahead
+    page:64                                  store rows in pages of 64
+    reclaim                                  give back unused allocation and MLX's buffer pool
+    evict:sinks_window@0.50                  keep half of the rows held, by a scorer
+    evict:keydiff@rows=2048,sinks=4,recent=64   keep 2,048 rows; sinks first and recent last ones are protected
+    quant:affine,bits=4,group=64             re-encode rows as packed 4-bit codes in groups of 64
+    quant:kivi,kbits=3,vbits=4,group=32      separate bits for keys and values
+    merge:minicache                          share the rows of neighbouring layers
+    offload:layers=0-7                       move whole layers to disk
+    offload:cold@0.50                        keep half of the rows in memory, move the oldest to disk
     evict:sinks_window@0.50+quant:affine,bits=8,group=64     a composite, carried out left to right
+    0-7:quant:affine,bits=8,group=64;8-31:keep               a plan: layer ranges → actions
 
-What a method needs of a backend, whether it loses information and where it was published is in one table,
-:data:`METHODS`. The table also holds methods that no MLX-LM cache can execute today: they are part of the action space
-A, and the difference between A and the feasible set F is what the project measures.
+What each method needs of a backend is in the catalogue, :data:`lumina_cache.methods.METHODS`.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from types import MappingProxyType
 
-from .backend.capabilities import (
-    ATTENTION_WEIGHTS,
-    DENSE_REENCODE,
-    KEYS,
-    QUERIES,
-    ROW_GATHER,
-    VALUES,
-    Capability,
-    Rung,
-    packed_attention,
-)
+from .backend.capabilities import DENSE_REENCODE, RAGGED_LAYERS, Capability, Rung, packed_attention
 from .errors import ActionSyntaxError
+from .methods import METHODS, Method, methods_of
 
 __all__ = [
     "ACTION_SPACE_VERSION",
     "DEFAULT_RATIOS",
     "DEFAULT_SINKS",
-    "METHODS",
     "Action",
     "Composite",
     "Evict",
     "Keep",
-    "Method",
+    "Merge",
+    "Offload",
+    "Page",
+    "Plan",
     "Quantize",
     "Reclaim",
+    "Reserve",
     "action_space",
     "parse_action",
 ]
 
 #: Changes whenever :func:`action_space` returns another list for the same arguments.
-ACTION_SPACE_VERSION = "1"
+ACTION_SPACE_VERSION = "2"
 
 #: Attention sinks kept by default, after Xiao et al., StreamingLLM, arXiv:2309.17453.
 DEFAULT_SINKS = 4
 
 DEFAULT_RATIOS = (0.75, 0.5, 0.375, 0.25, 0.125)
 
-
-@dataclass(frozen=True)
-class Method:
-    """One way of carrying out a family: what it needs, whether it loses information, and its source."""
-
-    family: str
-    name: str
-    requires: frozenset[Capability]
-    lossy: bool
-    source: str
-
-
-def _evictor(name: str, *needs: Capability, source: str) -> Method:
-    return Method("evict", name, frozenset({ROW_GATHER, *needs}), True, source)
-
-
-def _codec(name: str, *needs: Capability, source: str) -> Method:
-    return Method("quant", name, frozenset(needs), True, source)
-
-
-METHODS: Mapping[tuple[str, str], Method] = MappingProxyType(
-    {
-        (m.family, m.name): m
-        for m in (
-            _evictor("sinks_window", source="StreamingLLM, arXiv:2309.17453"),
-            _evictor("key_norm", KEYS, source="Devoto et al., arXiv:2406.11430"),
-            _evictor("keydiff", KEYS, source="KeyDiff, arXiv:2504.15364"),
-            _evictor("snapkv", QUERIES, source="SnapKV, arXiv:2404.14469"),
-            _evictor("h2o", ATTENTION_WEIGHTS, source="H2O, arXiv:2306.14048"),
-            # Its capability depends on bits and group size: see Quantize.requires.
-            _codec("affine", source="mlx.core.quantize; mlx_lm QuantizedKVCache"),
-            _codec("kivi", KEYS, VALUES, DENSE_REENCODE, source="KIVI, arXiv:2402.02750"),
-            _codec("hadamard", KEYS, VALUES, DENSE_REENCODE, source="QuaRot, arXiv:2404.00456"),
-        )
-    }
-)
+#: Ratios that composites are made with by default: all of them would square the grid.
+COMPOSITE_RATIOS = (0.5, 0.25)
 
 
 @dataclass(frozen=True)
@@ -103,9 +66,14 @@ class Action:
     """Base of all actions. Values: comparable, hashable, and printed in the text form that the parser reads."""
 
     @property
+    def method(self) -> Method | None:
+        """The catalogue's entry; None for the no-op, giving back, composites and plans."""
+        return None
+
+    @property
     def requires(self) -> frozenset[Capability]:
         """Capabilities without which no backend can execute this action."""
-        return frozenset()
+        return frozenset() if self.method is None else self.method.requires
 
     @property
     def rung(self) -> Rung:
@@ -114,11 +82,23 @@ class Action:
 
     @property
     def lossy(self) -> bool:
-        return False
+        """Whether attention may see something else afterwards."""
+        return self.method is not None and self.method.lossy
+
+    @property
+    def undoable(self) -> bool:
+        """Whether the rows can be had back as they were."""
+        return self.method is None or self.method.undoable
+
+    @property
+    def bounded_by(self) -> str:
+        """The quantity that limits it: rows, head_dim, layers, memory or disk; ``"nothing"`` for the no-op."""
+        return "nothing" if self.method is None else self.method.bounded_by
 
     @property
     def source(self) -> str | None:
-        return None
+        """Paper or code that the method comes from."""
+        return None if self.method is None else self.method.source
 
     @property
     def parts(self) -> tuple[Action, ...]:
@@ -135,6 +115,40 @@ class Keep(Action):
 
 
 @dataclass(frozen=True)
+class Reserve(Action):
+    """Allocate buffers for ``rows`` rows ahead, so that growing to there copies nothing."""
+
+    rows: int
+
+    def __post_init__(self) -> None:
+        _positive("reserve", "rows", self.rows)
+
+    @property
+    def method(self) -> Method:
+        return METHODS["reserve", "ahead"]
+
+    def __str__(self) -> str:
+        return f"reserve:{self.rows}"
+
+
+@dataclass(frozen=True)
+class Page(Action):
+    """Store rows in pages of ``rows`` rows, allocated one by one and addressed through a table."""
+
+    rows: int
+
+    def __post_init__(self) -> None:
+        _positive("page", "rows", self.rows)
+
+    @property
+    def method(self) -> Method:
+        return METHODS["page", "table"]
+
+    def __str__(self) -> str:
+        return f"page:{self.rows}"
+
+
+@dataclass(frozen=True)
 class Reclaim(Action):
     """Cut unused allocation down to the live rows and return MLX's buffer pool to the system."""
 
@@ -146,24 +160,21 @@ class Reclaim(Action):
 class Evict(Action):
     """Keep a share (``ratio`` of the rows held) or a number (``rows``) of each layer's rows; drop the rest.
 
-    ``sinks`` first rows are always kept. Exactly one of ``ratio`` and ``rows`` is given.
+    The ``sinks`` first and the ``recent`` last rows are always kept. Exactly one of ``ratio`` and ``rows`` is given.
     """
 
     scorer: str
     ratio: float | None = None
     rows: int | None = None
     sinks: int = DEFAULT_SINKS
+    recent: int = 0
 
     def __post_init__(self) -> None:
         _known("evict", self.scorer)
-        if (self.ratio is None) == (self.rows is None):
-            raise ActionSyntaxError(f"evict:{self.scorer}: give either a ratio or rows=N, not both or neither")
-        if self.ratio is not None and not 0.0 < self.ratio < 1.0:
-            raise ActionSyntaxError(f"evict:{self.scorer}@{self.ratio}: the ratio kept must lie between 0 and 1")
-        if self.rows is not None and self.rows < 1:
-            raise ActionSyntaxError(f"evict:{self.scorer}@rows={self.rows}: at least one row must be kept")
-        if self.sinks < 0:
-            raise ActionSyntaxError(f"evict:{self.scorer}: sinks={self.sinks} must not be negative")
+        _one_of_ratio_and_rows(f"evict:{self.scorer}", self.ratio, self.rows)
+        for name, value in (("sinks", self.sinks), ("recent", self.recent)):
+            if value < 0:
+                raise ActionSyntaxError(f"evict:{self.scorer}: {name}={value} must not be negative")
 
     def rows_kept(self, rows_held: int) -> int:
         """How many of ``rows_held`` rows remain (tokens); never more than are held."""
@@ -171,21 +182,14 @@ class Evict(Action):
         return min(rows_held, max(1, wanted))
 
     @property
-    def requires(self) -> frozenset[Capability]:
-        return METHODS["evict", self.scorer].requires
-
-    @property
-    def lossy(self) -> bool:
-        return True
-
-    @property
-    def source(self) -> str:
-        return METHODS["evict", self.scorer].source
+    def method(self) -> Method:
+        return METHODS["evict", self.scorer]
 
     def __str__(self) -> str:
         keep = _ratio_text(self.ratio) if self.ratio is not None else f"rows={self.rows}"
         sinks = "" if self.sinks == DEFAULT_SINKS else f",sinks={self.sinks}"
-        return f"evict:{self.scorer}@{keep}{sinks}"
+        recent = f",recent={self.recent}" if self.recent else ""
+        return f"evict:{self.scorer}@{keep}{sinks}{recent}"
 
 
 @dataclass(frozen=True)
@@ -200,30 +204,27 @@ class Quantize(Action):
     def __post_init__(self) -> None:
         _known("quant", self.codec)
         for name, value, allowed in (
-            ("kbits", self.key_bits, (2, 3, 4, 5, 6, 8)),
-            ("vbits", self.value_bits, (2, 3, 4, 5, 6, 8)),
-            ("group", self.group_size, (32, 64, 128)),
+            ("kbits", self.key_bits, self.method.bits),
+            ("vbits", self.value_bits, self.method.bits),
+            ("group", self.group_size, self.method.groups),
         ):
             if value not in allowed:
-                raise ActionSyntaxError(f"quant:{self.codec}: {name}={value}, but MLX packs {allowed}")
+                raise ActionSyntaxError(
+                    f"quant:{self.codec}: {name}={value}, but it takes {', '.join(map(str, allowed))}"
+                )
+
+    @property
+    def method(self) -> Method:
+        return METHODS["quant", self.codec]
 
     @property
     def requires(self) -> frozenset[Capability]:
-        needs = METHODS["quant", self.codec].requires
-        if self.codec == "affine":
-            # mlx-lm's packed attention reads one pair of (bits, group size) for keys and values alike.
-            if self.key_bits != self.value_bits:
-                return needs | {DENSE_REENCODE}
-            return needs | {packed_attention(self.key_bits, self.group_size)}
-        return needs
-
-    @property
-    def lossy(self) -> bool:
-        return True
-
-    @property
-    def source(self) -> str:
-        return METHODS["quant", self.codec].source
+        if self.codec != "affine":
+            return self.method.requires
+        # mlx-lm's packed attention reads one pair of (bits, group size) for keys and values alike.
+        if self.key_bits != self.value_bits:
+            return self.method.requires | {DENSE_REENCODE}
+        return self.method.requires | {packed_attention(self.key_bits, self.group_size)}
 
     def __str__(self) -> str:
         if self.key_bits == self.value_bits:
@@ -231,6 +232,51 @@ class Quantize(Action):
         else:
             bits = f"kbits={self.key_bits},vbits={self.value_bits}"
         return f"quant:{self.codec},{bits},group={self.group_size}"
+
+
+@dataclass(frozen=True)
+class Merge(Action):
+    """Share rows between neighbouring layers."""
+
+    how: str = "minicache"
+
+    def __post_init__(self) -> None:
+        _known("merge", self.how)
+
+    @property
+    def method(self) -> Method:
+        return METHODS["merge", self.how]
+
+    def __str__(self) -> str:
+        return f"merge:{self.how}"
+
+
+@dataclass(frozen=True)
+class Offload(Action):
+    """Move rows to disk: whole ``layers`` (first, last), or all but a share (``ratio``) of every layer's rows."""
+
+    how: str
+    layers: tuple[int, int] | None = None
+    ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        _known("offload", self.how)
+        if self.how == "layers":
+            if self.layers is None or self.ratio is not None or not 0 <= self.layers[0] <= self.layers[1]:
+                raise ActionSyntaxError(f"offload:layers={self.layers}: give a range of layers such as 0-7")
+        else:
+            if self.layers is not None:
+                raise ActionSyntaxError(f"offload:{self.how}: takes a ratio, not a range of layers")
+            _one_of_ratio_and_rows(f"offload:{self.how}", self.ratio, None)
+
+    @property
+    def method(self) -> Method:
+        return METHODS["offload", self.how]
+
+    def __str__(self) -> str:
+        if self.layers is not None:
+            return f"offload:layers={_range_text(self.layers)}"
+        return f"offload:{self.how}@{_ratio_text(self.ratio or 0.0)}"
 
 
 @dataclass(frozen=True)
@@ -242,7 +288,7 @@ class Composite(Action):
     def __post_init__(self) -> None:
         if len(self.actions) < 2:
             raise ActionSyntaxError(f"a composite joins at least two actions, got {len(self.actions)}")
-        if any(isinstance(a, Composite | Keep) for a in self.actions):
+        if any(isinstance(a, Composite | Keep | Plan) for a in self.actions):
             raise ActionSyntaxError(f"{self}: a composite holds single actions other than keep")
 
     @property
@@ -252,6 +298,14 @@ class Composite(Action):
     @property
     def lossy(self) -> bool:
         return any(a.lossy for a in self.actions)
+
+    @property
+    def undoable(self) -> bool:
+        return all(a.undoable for a in self.actions)
+
+    @property
+    def bounded_by(self) -> str:
+        return ",".join(dict.fromkeys(a.bounded_by for a in self.actions))
 
     @property
     def source(self) -> str:
@@ -265,26 +319,106 @@ class Composite(Action):
         return "+".join(map(str, self.actions))
 
 
+@dataclass(frozen=True)
+class Plan(Action):
+    """Layer ranges (first, last; inclusive) → actions. Layers that no range names are kept as they are."""
+
+    assignments: tuple[tuple[tuple[int, int], Action], ...]
+
+    def __post_init__(self) -> None:
+        if not self.assignments:
+            raise ActionSyntaxError("a plan assigns at least one range of layers")
+        taken: set[int] = set()
+        for (first, last), action in self.assignments:
+            if not 0 <= first <= last:
+                raise ActionSyntaxError(f"{first}-{last} is not a range of layers")
+            if isinstance(action, Plan):
+                raise ActionSyntaxError(f"{first}-{last}: a plan cannot hold a plan")
+            layers = set(range(first, last + 1))
+            if taken & layers:
+                raise ActionSyntaxError(f"{first}-{last}: layer {min(taken & layers)} is assigned twice")
+            taken |= layers
+
+    def for_layer(self, index: int) -> Action:
+        """The action for one layer."""
+        return next((a for (first, last), a in self.assignments if first <= index <= last), Keep())
+
+    @property
+    def requires(self) -> frozenset[Capability]:
+        needs: frozenset[Capability] = frozenset().union(*(a.requires for _, a in self.assignments))
+        evictions = {tuple(p for p in a.parts if isinstance(p, Evict)) for _, a in self.assignments}
+        if any(evictions) and evictions != {()}:
+            # Unnamed layers keep all rows, so any eviction in a plan may leave layers with different numbers of them.
+            needs |= {RAGGED_LAYERS}
+        return needs
+
+    @property
+    def lossy(self) -> bool:
+        return any(a.lossy for _, a in self.assignments)
+
+    @property
+    def undoable(self) -> bool:
+        return all(a.undoable for _, a in self.assignments)
+
+    @property
+    def bounded_by(self) -> str:
+        return ",".join(dict.fromkeys(a.bounded_by for _, a in self.assignments))
+
+    @property
+    def source(self) -> str:
+        return "; ".join(dict.fromkeys(a.source for _, a in self.assignments if a.source))
+
+    def __str__(self) -> str:
+        return ";".join(f"{_range_text(layers)}:{action}" for layers, action in self.assignments)
+
+
 def action_space(
     *,
     ratios: Iterable[float] = DEFAULT_RATIOS,
+    composite_ratios: Iterable[float] = COMPOSITE_RATIOS,
     bits: Iterable[int] = (8, 4),
     group_size: int = 64,
     rows: Iterable[int] = (),
+    evictors: Iterable[str] | None = None,
+    codecs: Iterable[str] | None = None,
+    others: bool = True,
 ) -> tuple[Action, ...]:
-    """The action space A over a grid: every eviction method × ratio, every codec × bits, and their composites.
+    """The action space A over a grid that can be narrowed and widened.
 
-    ``rows`` adds evictions to exact row counts, for a caller that solved for what fits a budget.
-    The list is causal: nothing in it looks at tokens that are not there yet.
+    Every eviction method × ratio, every codec × bits it takes, and composites of the two.
+
+    Args:
+        rows: adds evictions to exact row counts, for a caller that solved for what fits a budget.
+        evictors, codecs: names from the catalogue; None for all of them.
+        others: whether to add allocation, merging and offloading.
     """
     ratios, bits, rows = tuple(ratios), tuple(bits), tuple(rows)
-    evictions = [
-        *(Evict(s, ratio=r) for f, s in METHODS if f == "evict" for r in ratios),
-        *(Evict(s, rows=n) for f, s in METHODS if f == "evict" for n in rows),
+    scorers = [m.name for m in methods_of("evict")] if evictors is None else list(evictors)
+    names = [m.name for m in methods_of("quant")] if codecs is None else list(codecs)
+    exact = [Evict(s, rows=n) for s in scorers for n in rows]
+    evictions = [Evict(s, ratio=r) for s in scorers for r in ratios] + exact
+    quantized = [
+        _quantize(METHODS["quant", c], b, group_size)
+        for c in names
+        for b in bits
+        if b in METHODS["quant", c].bits
     ]
-    codecs = [Quantize(c, b, b, group_size) for f, c in METHODS if f == "quant" for b in bits]
-    composites = [Composite((e, q)) for e in evictions for q in codecs]
-    return (Keep(), Reclaim(), *codecs, *evictions, *composites)
+    joined = [Evict(s, ratio=r) for s in scorers for r in composite_ratios] + exact
+    composites = [Composite((e, q)) for e in joined for q in quantized]
+    more: list[Action] = []
+    if others:
+        more = [Reserve(8192), Page(64), Merge()]
+        more += [
+            Offload(m.name, ratio=r)
+            for m in methods_of("offload")
+            if m.name != "layers"
+            for r in composite_ratios
+        ]
+    return (Keep(), Reclaim(), *more, *quantized, *evictions, *composites)
+
+
+def _quantize(method: Method, bits: int, group_size: int) -> Quantize:
+    return Quantize(method.name, bits, bits, group_size if group_size in method.groups else method.groups[0])
 
 
 def parse_action(text: str) -> Action:
@@ -293,28 +427,58 @@ def parse_action(text: str) -> Action:
     Raises:
         ActionSyntaxError: naming the part of the text that was not understood and what would be.
     """
-    terms = [t.strip() for t in text.strip().split("+")]
-    actions = tuple(_parse_term(t, text) for t in terms)
+    if _PLAN.match(text.strip()):
+        return Plan(tuple(_parse_assignment(part.strip(), text) for part in text.split(";")))
+    return _parse_composite(text, text)
+
+
+_PLAN = re.compile(r"\d+(-\d+)?:")
+_TERM = re.compile(r"(?P<family>[a-z]+)(?::(?P<method>[a-z0-9_]+)(?:(?P<mark>[@,=])(?P<args>.*))?)?$")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?$")
+
+
+def _parse_assignment(part: str, whole: str) -> tuple[tuple[int, int], Action]:
+    layers, colon, rest = part.partition(":")
+    if not colon:
+        raise ActionSyntaxError(
+            f"{whole!r}: cannot read {part!r}; a plan is ranges and actions such as 0-7:reclaim"
+        )
+    return _parse_range(layers, whole), _parse_composite(rest, whole)
+
+
+def _parse_composite(text: str, whole: str) -> Action:
+    actions = tuple(_parse_term(t.strip(), whole) for t in text.strip().split("+"))
     return actions[0] if len(actions) == 1 else Composite(actions)
-
-
-_TERM = re.compile(r"(?P<family>[a-z]+)(?::(?P<method>[a-z0-9_]+)(?:[@,](?P<args>.*))?)?$")
 
 
 def _parse_term(term: str, whole: str) -> Action:
     match = _TERM.match(term)
     if match is None:
         raise ActionSyntaxError(f"{whole!r}: cannot read {term!r}; an action looks like {_EXAMPLES}")
-    family, method, args = match["family"], match["method"], match["args"]
+    family, method, mark, args = match["family"], match["method"], match["mark"], match["args"]
+    if family not in _FAMILIES:
+        raise ActionSyntaxError(f"{whole!r}: unknown family {family!r}; known: {', '.join(_FAMILIES)}")
     if family in ("keep", "reclaim"):
         if method is not None:
             raise ActionSyntaxError(f"{whole!r}: {family!r} takes nothing after it")
         return Keep() if family == "keep" else Reclaim()
-    if family not in ("evict", "quant"):
-        raise ActionSyntaxError(f"{whole!r}: unknown family {family!r}; known: keep, reclaim, evict, quant")
     if method is None:
-        raise ActionSyntaxError(f"{whole!r}: {family!r} needs a method, one of {', '.join(_names(family))}")
+        example = (
+            "a number of rows" if family in ("reserve", "page") else f"one of {', '.join(_names(family))}"
+        )
+        raise ActionSyntaxError(f"{whole!r}: {family!r} needs {example} after it")
+    if family in ("reserve", "page"):
+        if mark is not None:
+            raise ActionSyntaxError(f"{whole!r}: {family!r} takes one number of rows")
+        rows = _whole_number(family, method, whole)
+        return Reserve(rows) if family == "reserve" else Page(rows)
     _known(family, method)
+    if family == "merge":
+        if mark is not None:
+            raise ActionSyntaxError(f"{whole!r}: merge:{method} takes no settings")
+        return Merge(method)
+    if family == "offload":
+        return _parse_offload(method, mark, args, whole)
     return _parse_evict(method, args, whole) if family == "evict" else _parse_quant(method, args, whole)
 
 
@@ -323,13 +487,11 @@ def _parse_evict(scorer: str, args: str | None, whole: str) -> Evict:
     given: dict[str, int] = {}
     for arg in _split(args):
         if "=" in arg:
-            _put(given, arg, ("rows", "sinks"), whole)
+            _put(given, arg, ("rows", "sinks", "recent"), whole)
         else:
-            try:
-                ratio = float(arg)
-            except ValueError:
-                raise ActionSyntaxError(f"{whole!r}: {arg!r} is neither a ratio nor name=number") from None
-    return Evict(scorer, ratio=ratio, rows=given.get("rows"), sinks=given.get("sinks", DEFAULT_SINKS))
+            ratio = _ratio(arg, whole)
+    sinks = given.get("sinks", DEFAULT_SINKS)
+    return Evict(scorer, ratio=ratio, rows=given.get("rows"), sinks=sinks, recent=given.get("recent", 0))
 
 
 def _parse_quant(codec: str, args: str | None, whole: str) -> Quantize:
@@ -339,7 +501,25 @@ def _parse_quant(codec: str, args: str | None, whole: str) -> Quantize:
     key_bits, value_bits = given.get("kbits", given.get("bits")), given.get("vbits", given.get("bits"))
     if key_bits is None or value_bits is None:
         raise ActionSyntaxError(f"{whole!r}: give bits=N, or kbits=N and vbits=N")
-    return Quantize(codec, key_bits, value_bits, given.get("group", 64))
+    groups = METHODS["quant", codec].groups
+    return Quantize(codec, key_bits, value_bits, given.get("group", 64 if 64 in groups else groups[0]))
+
+
+def _parse_offload(how: str, mark: str | None, args: str | None, whole: str) -> Offload:
+    if how == "layers":
+        if mark != "=" or not args:
+            raise ActionSyntaxError(f"{whole!r}: give a range of layers such as offload:layers=0-7")
+        return Offload(how, layers=_parse_range(args, whole))
+    if mark != "@" or not args:
+        raise ActionSyntaxError(f"{whole!r}: give the share that stays in memory, such as offload:{how}@0.50")
+    return Offload(how, ratio=_ratio(args, whole))
+
+
+def _parse_range(text: str, whole: str) -> tuple[int, int]:
+    match = _RANGE.match(text.strip())
+    if match is None:
+        raise ActionSyntaxError(f"{whole!r}: {text!r} is not a range of layers such as 0-7")
+    return int(match[1]), int(match[2] or match[1])
 
 
 def _split(args: str | None) -> list[str]:
@@ -352,18 +532,47 @@ def _put(given: dict[str, int], arg: str, allowed: tuple[str, ...], whole: str) 
         raise ActionSyntaxError(f"{whole!r}: unknown setting {name!r}; known: {', '.join(allowed)}")
     if name in given:
         raise ActionSyntaxError(f"{whole!r}: {name!r} is given twice")
+    given[name] = _whole_number(name, number, whole)
+
+
+def _whole_number(name: str, number: str, whole: str) -> int:
     try:
-        given[name] = int(number)
+        return int(number)
     except ValueError:
         raise ActionSyntaxError(f"{whole!r}: {name}={number!r} is not a whole number") from None
+
+
+def _ratio(text: str, whole: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ActionSyntaxError(f"{whole!r}: {text!r} is neither a ratio nor name=number") from None
+
+
+def _one_of_ratio_and_rows(what: str, ratio: float | None, rows: int | None) -> None:
+    if (ratio is None) == (rows is None):
+        raise ActionSyntaxError(f"{what}: give either a ratio or rows=N, not both or neither")
+    if ratio is not None and not 0.0 < ratio < 1.0:
+        raise ActionSyntaxError(f"{what}@{ratio}: the ratio kept must lie between 0 and 1")
+    if rows is not None and rows < 1:
+        raise ActionSyntaxError(f"{what}@rows={rows}: at least one row must be kept")
+
+
+def _positive(what: str, name: str, value: int) -> None:
+    if value < 1:
+        raise ActionSyntaxError(f"{what}: {name}={value} must be at least 1")
 
 
 def _ratio_text(ratio: float) -> str:
     return f"{ratio:.2f}" if round(ratio, 2) == ratio else repr(ratio)
 
 
+def _range_text(layers: tuple[int, int]) -> str:
+    return f"{layers[0]}-{layers[1]}"
+
+
 def _names(family: str) -> list[str]:
-    return [name for f, name in METHODS if f == family]
+    return [m.name for m in methods_of(family)]
 
 
 def _known(family: str, name: str) -> None:
@@ -373,4 +582,5 @@ def _known(family: str, name: str) -> None:
         raise ActionSyntaxError(f"{family}:{name}: no such method{hint}")
 
 
-_EXAMPLES = "keep, reclaim, evict:sinks_window@0.50, quant:affine,bits=4,group=64, or two joined by +"
+_FAMILIES = ("keep", "reserve", "page", "reclaim", "evict", "quant", "merge", "offload")
+_EXAMPLES = "keep, reclaim, evict:sinks_window@0.50, quant:affine,bits=4,group=64, or several joined by +"

@@ -9,14 +9,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from .actions import Action, Evict, Keep, Quantize, Reclaim
+from .actions import Action, Evict, Keep, Plan, Quantize, Reclaim
 from .codecs import CODECS, Affine
 from .errors import ActionInfeasibleError, EngagementError
 from .estimate import Held, after_action, nbytes_allocated, nbytes_live
 from .layers import ArraysCache, KVCache, ManagedLayer, RotatingKVCache
 from .scorers import SCORERS
 
-__all__ = ["Applied", "Footprint", "execute", "held", "held_all"]
+__all__ = ["Applied", "Footprint", "execute", "held", "held_all", "not_built"]
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,13 @@ def held(layer: Any) -> Held:
     """The storage of one cache object as numbers, without reading any array."""
     name = getattr(layer, "name", type(layer).__name__)
     if isinstance(layer, ArraysCache):
-        return Held(name, "not_kv", fixed_nbytes=layer.nbytes_allocated)
+        return Held(name, "not_kv", fixed_nbytes=layer.nbytes_allocated, index=layer.index)
     if not isinstance(layer, ManagedLayer):
         return Held(name, "opaque", fixed_nbytes=_opaque_nbytes(layer))
     if layer.keys is None:
-        return Held(name, layer.kind, max_size=getattr(layer, "max_size", 0), offset=layer.offset)
+        return Held(
+            name, layer.kind, max_size=getattr(layer, "max_size", 0), offset=layer.offset, index=layer.index
+        )
     keys, values = layer.keys, layer.values
     codec = layer.codec
     if isinstance(codec, Affine):
@@ -81,6 +83,7 @@ def held(layer: Any) -> Held:
         group_size=group,
         max_size=layer.max_size if isinstance(layer, RotatingKVCache) else 0,
         keep=layer.keep if isinstance(layer, RotatingKVCache) else 0,
+        index=layer.index,
     )
 
 
@@ -128,12 +131,31 @@ def execute(layers: Sequence[Any], action: Action) -> Applied:
     )
 
 
-def _check_executable(action: Action) -> None:
+def not_built(action: Action) -> str | None:
+    """Why this version of the library cannot carry ``action`` out whatever the backend; None if it can."""
+    if isinstance(action, Plan):
+        return "plans by layer"
     for part in action.parts:
-        if isinstance(part, Quantize) and (part.codec not in CODECS or part.key_bits != part.value_bits):
-            raise ActionInfeasibleError(f"{part}: this version of lumina_cache has no code for that codec")
-        if isinstance(part, Evict) and part.scorer not in SCORERS:
-            raise ActionInfeasibleError(f"{part}: this version of lumina_cache has no code for that scorer")
+        match part:
+            case Keep() | Reclaim():
+                continue
+            case Evict():
+                if part.scorer not in SCORERS:
+                    return f"the scorer {part.scorer}"
+            case Quantize():
+                if part.codec not in CODECS:
+                    return f"the codec {part.codec}"
+                if part.key_bits != part.value_bits:
+                    return "different bits for keys and values"
+            case _:
+                return str(part).partition(":")[0]
+    return None
+
+
+def _check_executable(action: Action) -> None:
+    missing = not_built(action)
+    if missing is not None:
+        raise ActionInfeasibleError(f"{action}: this version of lumina_cache has no code for {missing}")
 
 
 def _act(layer: KVCache, action: Action) -> None:

@@ -66,7 +66,9 @@ EVENTS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
     {
         "session.started": {
             "lumina_cache": _field("version of this library", str),
-            "profile": _field("backend profile: device, versions, capabilities found by probing", dict, unknown=True),
+            "profile": _field(
+                "backend profile: device, versions, capabilities found by probing", dict, unknown=True
+            ),
             "model": _field("model type, fingerprint, number of entries of each cache kind", dict),
             "budget": _field("budget in bytes", int, unknown=True),
             "policy": _field("who decides", str, unknown=True),
@@ -86,7 +88,9 @@ EVENTS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
         "decision": {
             "decision": _field("number of the decision", int),
             "trigger": _field("why a decision was due", str),
-            "state": _field("phase, tokens, layers, bytes, budget, weights and machine that it was made on", dict),
+            "state": _field(
+                "phase, tokens, layers, bytes, budget, weights and machine that it was made on", dict
+            ),
             "candidates": _field("every action weighed: bytes, score terms, reasons if infeasible", list),
             "action_space": _field("version of the list of actions", str),
             "chosen": _field("text form of the action", str),
@@ -114,7 +118,11 @@ EVENTS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
             "layers": _field("names of the layers concerned; empty for all", list),
             "reasons": _field("why", list),
         },
-        "telemetry": {"snapshot": _field("machine snapshot, written when pressure, heat, power mode or swapping changed", dict)},
+        "telemetry": {
+            "snapshot": _field(
+                "machine snapshot, written when pressure, heat, power mode or swapping changed", dict
+            )
+        },
         "warning": {
             "code": _field("for programs", str),
             "text": _field("for people", str),
@@ -280,9 +288,11 @@ def validate(record: Any) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise LogFormatError(f"a record is a JSON object, not {type(record).__name__}")
     if record.get("schema") != SCHEMA:
-        raise LogFormatError(f"field 'schema' is {record.get('schema')!r}; this version reads schema {SCHEMA}")
+        raise LogFormatError(
+            f"field 'schema' is {record.get('schema')!r}; this version reads schema {SCHEMA}"
+        )
     event = record.get("event")
-    if event not in EVENTS:
+    if not isinstance(event, str) or event not in EVENTS:
         raise LogFormatError(f"field 'event' is {event!r}; known events: {', '.join(EVENTS)}")
     for name, field in {**_COMMON, **EVENTS[event]}.items():
         if name not in record:
@@ -290,7 +300,9 @@ def validate(record: Any) -> dict[str, Any]:
         value = record[name]
         if not isinstance(value, field.types) or (isinstance(value, bool) and bool not in field.types):
             expected = " or ".join("null" if t is type(None) else t.__name__ for t in field.types)
-            raise LogFormatError(f"{event}: field {name!r} is {value!r}; expected {expected} ({field.meaning})")
+            raise LogFormatError(
+                f"{event}: field {name!r} is {value!r}; expected {expected} ({field.meaning})"
+            )
     return record
 
 

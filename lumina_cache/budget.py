@@ -36,7 +36,9 @@ def parse_bytes(amount: int | str) -> int:
     else:
         match = _AMOUNT.match(amount)
         if match is None or match[2].lower() not in _UNITS:
-            raise BudgetError(f"cannot read {amount!r} as an amount of memory; write for example 512MB, 2GB or 1.5GiB")
+            raise BudgetError(
+                f"cannot read {amount!r} as an amount of memory; write for example 512MB, 2GB or 1.5GiB"
+            )
         found = int(float(match[1]) * _UNITS[match[2].lower()])
     if found <= 0:
         raise BudgetError(f"a budget of {amount!r} is not more than nothing; leave it out to hold everything")

@@ -56,7 +56,9 @@ class LayerView:
 class CacheView:
     """A cache as it is now, read without synchronising with the device."""
 
-    phase: str | None  #: ``"prefill"`` (last step had several tokens), ``"decode"``, or None before the first step
+    phase: (
+        str | None
+    )  #: ``"prefill"`` (last step had several tokens), ``"decode"``, or None before the first step
     step: int
     tokens_step: int
     layers: tuple[LayerView, ...]
@@ -235,7 +237,7 @@ class LuminaCache(list[Any]):
 
     # -- what a list does -------------------------------------------------------------------------------------------
 
-    def __add__(self, other: list[Any]) -> list[Any]:  # type: ignore[override]
+    def __add__(self, other: list[Any]) -> list[Any]:
         if isinstance(other, LuminaCache):
             # Two caches are joined for speculative decoding only, so tokens will be taken back in both.
             self._control.speculative = other._control.speculative = True
@@ -295,7 +297,9 @@ class LuminaCache(list[Any]):
     def _note_entries(self) -> None:
         split = self._split
         self._control.entries = [
-            [weakref.ref(leaf) for leaf in leaves(part)] for part in (list(self[:split]), list(self[split:])) if part
+            [weakref.ref(leaf) for leaf in leaves(part)]
+            for part in (list(self[:split]), list(self[split:]))
+            if part
         ]
 
     def _check_budget(self, nbytes: int) -> None:

@@ -30,14 +30,17 @@ app = typer.Typer(
 
 Model = Annotated[
     str | None,
-    typer.Option("--model", "-m", help="A folder or repository that mlx_lm.load reads; default: SmolLM2-135M."),
+    typer.Option(
+        "--model", "-m", help="A folder or repository that mlx_lm.load reads; default: SmolLM2-135M."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Budget = Annotated[
     str | None, typer.Option("--budget", "-b", help="Memory for the KV cache, for example 512MB or 2GB.")
 ]
 LogPath = Annotated[
-    Path | None, typer.Option("--log", help="Where to write the audit log; default: a new file in the state directory.")
+    Path | None,
+    typer.Option("--log", help="Where to write the audit log; default: a new file in the state directory."),
 ]
 
 
@@ -72,7 +75,9 @@ def _usage_error(error: Exception) -> int | None:
 
 
 @app.callback(invoke_without_command=True)
-def _options(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
     if version:
         from ._version import __version__
 
@@ -105,12 +110,15 @@ def run(
     model: Model = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt itself.")] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option("--prompt-file", "-f", help="A text file with the prompt; - for standard input.")
+        Path | None,
+        typer.Option("--prompt-file", "-f", help="A text file with the prompt; - for standard input."),
     ] = None,
     budget: Budget = None,
     log: LogPath = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 256,
-    raw: Annotated[bool, typer.Option("--raw", help="Pass the prompt as it is, without the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Pass the prompt as it is, without the chat template.")
+    ] = False,
     json: AsJson = False,
 ) -> None:
     """Generate from a prompt with LuminaCache, and say what the cache did."""
@@ -120,7 +128,9 @@ def run(
     run_prompt(model=model, prompt=text, budget=budget, log=log, max_tokens=max_tokens, raw=raw, as_json=json)
 
 
-@app.command(epilog="Examples:  lumina-cache gap run.jsonl   |   lumina-cache gap run.jsonl --json | jq .mean")
+@app.command(
+    epilog="Examples:  lumina-cache gap run.jsonl   |   lumina-cache gap run.jsonl --json | jq .mean"
+)
 def gap(log: Annotated[Path, typer.Argument(help="An audit log.")], json: AsJson = False) -> None:
     """From an audit log: what the backend's limits cost at each decision, and which limit it was."""
     from .audit import read_log
@@ -131,7 +141,9 @@ def gap(log: Annotated[Path, typer.Argument(help="An audit log.")], json: AsJson
     typer.echo(as_json(report) if json else as_text(report))
 
 
-@app.command(name="log", epilog="Examples:  lumina-cache log run.jsonl   |   lumina-cache log run.jsonl --json")
+@app.command(
+    name="log", epilog="Examples:  lumina-cache log run.jsonl   |   lumina-cache log run.jsonl --json"
+)
 def show_log(path: Annotated[Path, typer.Argument(help="An audit log.")], json: AsJson = False) -> None:
     """Check an audit log against the event table and print it a line per event. Exit code 1 if lines are wrong."""
     from .audit import read_log
@@ -148,7 +160,9 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
         raise _mistake("give either --prompt or --prompt-file")
     if prompt is None:
         try:
-            prompt = sys.stdin.read() if str(prompt_file) == "-" else Path(str(prompt_file)).read_text("utf-8")
+            prompt = (
+                sys.stdin.read() if str(prompt_file) == "-" else Path(str(prompt_file)).read_text("utf-8")
+            )
         except (OSError, UnicodeDecodeError) as error:
             raise _mistake(f"cannot read the prompt from {prompt_file}: {error}") from None
     if not prompt.strip():

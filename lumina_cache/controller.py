@@ -126,7 +126,9 @@ class Controller:
     def rows_may_go(self, steps: StepTracker, layer: ManagedLayer) -> bool:
         if isinstance(layer, RotatingKVCache):
             # Speculation takes rows back, and a window that has wrapped cannot give back what it overwrote.
-            return self.speculative and (self.horizon is None or layer.offset + self.horizon >= layer.max_size)
+            return self.speculative and (
+                self.horizon is None or layer.offset + self.horizon >= layer.max_size
+            )
         if self.policy is None or self.budget is None or self.speculative or layer.kind != "kv":
             return False
         if not self.profile(steps).has(ROW_GATHER):
@@ -339,7 +341,9 @@ class Controller:
         try:
             return policy.decide(state, candidates)
         except Exception as error:  # a user's policy must not break generation
-            self._warn("policy_failed", f"policy {policy.name}: {type(error).__name__}: {error}; keeping everything")
+            self._warn(
+                "policy_failed", f"policy {policy.name}: {type(error).__name__}: {error}; keeping everything"
+            )
             return Decision(Keep(), "the policy raised an exception")
 
     def _execute(self, steps: StepTracker, action: Action, origin: str, decision: int | None) -> Applied:
@@ -379,7 +383,9 @@ class Controller:
             layers=[],
             reasons=[r.to_record() for r in verdict.reasons],
         )
-        raise ActionInfeasibleError(f"{action} cannot be executed: " + "; ".join(r.text for r in verdict.reasons))
+        raise ActionInfeasibleError(
+            f"{action} cannot be executed: " + "; ".join(r.text for r in verdict.reasons)
+        )
 
     def _say_if_over(self, steps: StepTracker, tokens: int) -> None:
         layers = self._layers(steps)
@@ -438,7 +444,9 @@ class Controller:
         after = Footprint.of(self._objects(steps))
         rows = max((one.rows for one in done.asked), default=0)
         converted = set(done.layers)
-        predicted = [after_action([one], done.action)[0] if one.name in converted else one for one in done.asked]
+        predicted = [
+            after_action([one], done.action)[0] if one.name in converted else one for one in done.asked
+        ]
         self.log.write(
             "action.applied",
             action=str(done.action),
@@ -494,7 +502,12 @@ def _signs(machine: Snapshot | None) -> tuple[object, ...] | None:
     if machine is None:
         return None
     swapping = machine.swap_out_bytes_per_second
-    return machine.pressure_level, machine.thermal_state, machine.low_power_mode, swapping is not None and swapping > 0
+    return (
+        machine.pressure_level,
+        machine.thermal_state,
+        machine.low_power_mode,
+        swapping is not None and swapping > 0,
+    )
 
 
 def smallest_budget(probe: ModelProbe) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from .actions import Action, Evict, Keep, Quantize, Reclaim
+from .actions import Action, Evict, Keep, Merge, Offload, Page, Plan, Quantize, Reclaim, Reserve
 from .codecs.base import STEP, grown_capacity
 
 __all__ = [
@@ -49,6 +49,7 @@ class Held:
     keep: int = 0  #: rows a sliding window never drops
     fixed_nbytes: int = 0  #: recurrent and convolution state
     count: int = 1  #: how many equal layers this value stands for
+    index: int = -1  #: number of the layer in its model; −1 where equal layers were merged
 
     @property
     def changeable(self) -> bool:
@@ -60,7 +61,7 @@ def merge_equal(layers: Iterable[Held]) -> tuple[Held, ...]:
     """The same layers with equal ones counted instead of repeated; a model has few kinds, so sums get cheap."""
     counts: dict[Held, list[Held]] = {}
     for one in layers:
-        counts.setdefault(replace(one, name="", count=1), []).append(one)
+        counts.setdefault(replace(one, name="", count=1, index=-1), []).append(one)
     return tuple(
         replace(key, name=same[0].name, count=sum(one.count for one in same)) for key, same in counts.items()
     )
@@ -121,6 +122,10 @@ def _appended(held: Held, n: int) -> Held:
 def after_action(layers: Iterable[Held], action: Action) -> tuple[Held, ...]:
     """The same layers after ``action``, before the next token. Layers that actions do not apply to stay as they are."""
     layers = tuple(layers)
+    if isinstance(action, Plan):
+        if any(one.index < 0 for one in layers):
+            raise ValueError(f"{action} names layers, so layers must not be merged: pass one Held per layer")
+        return tuple(one for layer in layers for one in after_action([layer], action.for_layer(layer.index)))
     for part in action.parts:
         layers = tuple(_acted(one, part) if one.changeable else one for one in layers)
     return layers
@@ -132,6 +137,24 @@ def _acted(held: Held, action: Action) -> Held:
             return held
         case Reclaim():
             return replace(held, capacity=held.rows)
+        case Reserve():
+            return replace(held, capacity=max(held.capacity, action.rows))
+        case Page():
+            return replace(held, capacity=-(-held.rows // action.rows) * action.rows)
+        case Merge():
+            # Two layers share one direction per row; their norms, one element per head, are left out.
+            return replace(
+                held, capacity=held.rows, key_width=held.key_width // 2, value_width=held.value_width // 2
+            )
+        case Offload():
+            if action.layers is not None:
+                if held.index < 0:
+                    raise ValueError(
+                        f"{action} names layers, so layers must not be merged: pass one Held per layer"
+                    )
+                gone = action.layers[0] <= held.index <= action.layers[1]
+                return replace(held, capacity=0) if gone else held
+            return replace(held, capacity=round((action.ratio or 0.0) * held.rows))
         case Evict():
             rows = action.rows_kept(held.rows)
             return held if rows == held.rows else replace(held, rows=rows, capacity=rows)
@@ -139,9 +162,7 @@ def _acted(held: Held, action: Action) -> Held:
             # One width for both: an action with unequal bits is sized by their mean, exact when the widths are equal.
             bits = (action.key_bits + action.value_bits) // 2
             tail = KIVI_RESIDUAL if action.codec == "kivi" else 0
-            return replace(
-                held, capacity=held.rows, bits=bits, group_size=action.group_size, dense_tail=tail
-            )
+            return replace(held, capacity=held.rows, bits=bits, group_size=action.group_size, dense_tail=tail)
     raise TypeError(f"no byte formula for {action!r}")
 
 

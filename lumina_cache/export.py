@@ -46,7 +46,11 @@ def _changed(layer: KVCache, decode: bool) -> Any:
             "Use to_mlx(decode=True) to decode the rows, at the price of their dense size"
         )
     if layer.keys is None:
-        return stock.QuantizedKVCache(codec.group_size, codec.bits) if isinstance(codec, Affine) else stock.KVCache()
+        return (
+            stock.QuantizedKVCache(codec.group_size, codec.bits)
+            if isinstance(codec, Affine)
+            else stock.KVCache()
+        )
     keys = cut_rows(layer.keys if packed else (layer.keys,), rows)
     values = cut_rows(layer.values if packed else (layer.values,), rows)
     if isinstance(codec, Affine) and not layer.evicted:

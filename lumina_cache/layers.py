@@ -74,6 +74,13 @@ class ManagedLayer:
     keys: Any
     values: Any
     offset: Any
+    state: Any
+
+    @property
+    def index(self) -> int:
+        """Number of the entry in its model's list; −1 for a layer that belongs to none."""
+        number = self.name.rsplit(" ", 1)[-1].split(".", 1)[0]
+        return int(number) if number.isdecimal() else -1
 
     @property
     def rows(self) -> int:
@@ -252,7 +259,7 @@ class KVCache(_RowLayer, stock.KVCache):  # type: ignore[misc]
 
     @property
     def rows(self) -> int:
-        return self.offset - self._dropped
+        return int(self.offset - self._dropped)
 
     def positions(self) -> np.ndarray:
         """Absolute positions (T,) int32 of the rows held, ascending."""
@@ -533,6 +540,7 @@ class CacheList(ManagedLayer, stock.CacheList):  # type: ignore[misc]
     """Stands for ``mlx_lm.models.cache.CacheList``: several caches of one layer, each of them managed."""
 
     kind = "list"
+    caches: Any
 
     @property
     def rows(self) -> int:
@@ -584,11 +592,19 @@ class CacheList(ManagedLayer, stock.CacheList):  # type: ignore[misc]
         return stock.CacheList.merge.__func__(stock.CacheList, caches)
 
 
-_BY_NAME: dict[str, type] = {
+_BY_NAME: dict[str, Any] = {
     c.__name__: c
-    for c in (KVCache, RotatingKVCache, ChunkedKVCache, ConcatenateKVCache, QuantizedKVCache, ArraysCache, CacheList)
+    for c in (
+        KVCache,
+        RotatingKVCache,
+        ChunkedKVCache,
+        ConcatenateKVCache,
+        QuantizedKVCache,
+        ArraysCache,
+        CacheList,
+    )
 }
-_BY_STOCK: dict[type, type] = {getattr(stock, name): c for name, c in _BY_NAME.items()}
+_BY_STOCK: dict[type, Any] = {getattr(stock, name): c for name, c in _BY_NAME.items()}
 
 
 def adopt(entry: Any, steps: StepTracker, name: str) -> Any:

@@ -19,7 +19,7 @@ from .actions import Action, Composite, Evict, Keep, Quantize, action_space
 from .backend.capabilities import BackendProfile
 from .backend.feasibility import Reason, classify
 from .estimate import Held, after_action, after_append, most_rows_within, nbytes_allocated, peak_of_action
-from .priors import Quality, expected_kl
+from .priors import SCORED_CODECS, SCORED_EVICTORS, Quality, expected_kl
 
 __all__ = [
     "KL_PER_POINT",
@@ -144,7 +144,8 @@ class Decision:
 class Policy(Protocol):
     """Who decides. ``candidates`` holds the whole of A; only feasible ones may be chosen."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def decide(self, state: State, candidates: Sequence[Candidate]) -> Decision: ...
 
@@ -157,7 +158,9 @@ class LeastLoss:
 
     def decide(self, state: State, candidates: Sequence[Candidate]) -> Decision:
         scored = [c for c in candidates if c.feasible and c.score.total is not None]
-        best = max(scored, key=lambda c: (c.score.total, not c.action.lossy, -len(c.action.parts), -c.nbytes_peak))
+        best = max(
+            scored, key=lambda c: (c.score.total, not c.action.lossy, -len(c.action.parts), -c.nbytes_peak)
+        )
         if best.score.risk > 0:
             smallest = min(scored, key=lambda c: c.nbytes_next)
             return Decision(
@@ -165,7 +168,9 @@ class LeastLoss:
                 f"nothing feasible holds {state.budget} bytes; this comes nearest with {smallest.nbytes_next}",
             )
         if best.action == Keep():
-            return Decision(best.action, f"{best.nbytes_next} bytes after the next step are within the budget")
+            return Decision(
+                best.action, f"{best.nbytes_next} bytes after the next step are within the budget"
+            )
         return Decision(
             best.action,
             f"least expected loss ({best.score.kl:.3g} nats per token) among feasible actions that leave at most "
@@ -179,7 +184,9 @@ def next_layers(layers: Iterable[Held], tokens: int) -> tuple[Held, ...]:
 
 
 def candidates_for(state: State, group_size: int, bits: Iterable[int] = (8, 4)) -> tuple[Action, ...]:
-    """The action space A for a state: the usual grid, plus evictions to just as many rows as the budget holds.
+    """The action space A for a state, plus evictions to just as many rows as the budget holds.
+
+    Narrowed to methods for which there is a figure of quality: one without could never be chosen or compared.
 
     One row count is solved for rows as they are stored now and one for each bit width, leaving room for the next
     step; without them a coarse grid would throw away rows that fit.
@@ -194,7 +201,16 @@ def candidates_for(state: State, group_size: int, bits: Iterable[int] = (8, 4)) 
     }
     held = max((one.rows for one in state.layers if one.changeable), default=0)
     rows = sorted(n for n in solved if 0 < n < held)
-    return action_space(ratios=(0.5,), rows=rows, bits=bits, group_size=group_size)
+    return action_space(
+        ratios=(0.5,),
+        composite_ratios=(0.5,),
+        rows=rows,
+        bits=bits,
+        group_size=group_size,
+        evictors=SCORED_EVICTORS,
+        codecs=SCORED_CODECS,
+        others=False,
+    )
 
 
 def weigh(state: State, actions: Iterable[Action], profile: BackendProfile) -> tuple[Candidate, ...]:
@@ -228,6 +244,8 @@ def score(quality: Quality, *, overflow: bool, weights: Weights) -> Score:
 
 def _quality(state: State, action: Action, after: tuple[Held, ...]) -> Quality:
     codec, scorer = _methods(action)
+    if not action.lossy:
+        return expected_kl(state.layers, None, state.evicted_by)
     if scorer is not None and state.evicted_by not in (None, scorer):
         return Quality(None, f"no figure for evicting by {scorer} after {state.evicted_by}")
     return expected_kl(after, codec, scorer or state.evicted_by)
@@ -238,5 +256,3 @@ def _methods(action: Action) -> tuple[str | None, str | None]:
     codec = next((p.codec for p in parts if isinstance(p, Quantize)), None)
     scorer = next((p.scorer for p in parts if isinstance(p, Evict)), None)
     return codec, scorer
-
-

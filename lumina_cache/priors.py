@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .estimate import Held
 
-__all__ = ["SOURCE", "Quality", "expected_kl"]
+__all__ = ["SCORED_CODECS", "SCORED_EVICTORS", "SOURCE", "Quality", "expected_kl"]
 
 SOURCE = "borrowed: SmolLM2-135M-Instruct, 1,024-token context, mean of continuation and copying, 6 documents"
 
@@ -34,6 +34,10 @@ _EVICTION_KL: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
     "key_norm": ((0.110, 1.06), (0.193, 1.77)),
     "snapkv": ((0.029, 1.21), (0.067, 1.80)),
 }
+
+
+SCORED_CODECS = tuple(dict.fromkeys(codec for codec, _ in _CODEC_KL))
+SCORED_EVICTORS = tuple(_EVICTION_KL)
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,9 @@ def test_the_host_applications_logging_is_not_touched(tiny, tmp_path, capfd):
 def test_a_host_that_configured_structlog_does_not_change_the_log(tiny, tmp_path):
     saved = structlog.get_config()
     try:
-        structlog.configure(processors=[structlog.processors.KeyValueRenderer()], cache_logger_on_first_use=True)
+        structlog.configure(
+            processors=[structlog.processors.KeyValueRenderer()], cache_logger_on_first_use=True
+        )
         path = tmp_path / "run.jsonl"
         LuminaCache(tiny("llama"), log=path)
     finally:
@@ -174,7 +176,15 @@ def test_copies_write_under_their_own_id_and_name_their_parent(tiny, tmp_path):
 
 
 def _record(**changes):
-    base = {"schema": SCHEMA, "event": "warning", "seq": 1, "time": 1.0, "cache": "ab", "code": "c", "text": "t"}
+    base = {
+        "schema": SCHEMA,
+        "event": "warning",
+        "seq": 1,
+        "time": 1.0,
+        "cache": "ab",
+        "code": "c",
+        "text": "t",
+    }
     return {k: v for k, v in {**base, **changes}.items() if v is not ...}
 
 
@@ -197,7 +207,9 @@ def test_a_wrong_record_is_refused_with_the_field_at_fault(record, says):
 def test_a_damaged_log_names_each_bad_line_and_keeps_the_good_ones(tmp_path):
     path = tmp_path / "run.jsonl"
     good = [json.dumps(_record(seq=n)) for n in (1, 2, 4)]
-    path.write_text("\n".join([good[0], "{not json", good[1], good[2], json.dumps(_record(seq=5, code=None))]) + '\n{"sch')
+    path.write_text(
+        "\n".join([good[0], "{not json", good[1], good[2], json.dumps(_record(seq=5, code=None))]) + '\n{"sch'
+    )
     contents = read_log(path)
     assert [r["seq"] for r in contents.records] == [1, 2, 4]
     text = "\n".join(contents.problems)

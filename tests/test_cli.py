@@ -14,7 +14,9 @@ import pytest
 from lumina_cache import LuminaCache, __version__
 
 
-def cli(*args: str, env: dict[str, str] | None = None, text: str | None = None) -> subprocess.CompletedProcess[str]:
+def cli(
+    *args: str, env: dict[str, str] | None = None, text: str | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "lumina_cache.cli", *args],
         capture_output=True,

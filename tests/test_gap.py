@@ -43,20 +43,26 @@ def test_the_gap_is_exactly_zero_when_everything_is_feasible():
 
 
 def test_one_missing_capability_gives_the_planted_gap_and_cause():
-    found = gap_of(candidate("keep", -100.0), candidate("a", -2.0, "QUERIES"), candidate("b", -3.5), chosen="b")
+    found = gap_of(
+        candidate("keep", -100.0), candidate("a", -2.0, "QUERIES"), candidate("b", -3.5), chosen="b"
+    )
     assert found.backend == 1.5
     assert found.causes == ("QUERIES: absent",)
     assert found.relaxations == (("QUERIES", 1.5),)
 
 
 def test_an_action_that_lacks_two_things_is_not_gained_by_giving_one():
-    found = gap_of(candidate("keep", -9.0), candidate("a", -2.0, "QUERIES", "RAGGED"), candidate("b", -5.0, "QUERIES"))
+    found = gap_of(
+        candidate("keep", -9.0), candidate("a", -2.0, "QUERIES", "RAGGED"), candidate("b", -5.0, "QUERIES")
+    )
     assert found.backend == 7.0
     assert found.relaxations == (("QUERIES", 4.0),)
 
 
 def test_what_the_policy_left_lying_is_told_apart_from_what_the_backend_cannot_do():
-    found = gap_of(candidate("keep", -4.0), candidate("a", -1.0, "QUERIES"), candidate("b", -2.0), chosen="keep")
+    found = gap_of(
+        candidate("keep", -4.0), candidate("a", -1.0, "QUERIES"), candidate("b", -2.0), chosen="keep"
+    )
     assert (found.backend, found.controller) == (1.0, 2.0)
 
 

@@ -15,7 +15,17 @@ from lumina_cache.policy import Decision, LeastLoss, State, candidates_for, next
 from lumina_cache.priors import Quality, expected_kl
 
 LAYERS = (
-    Held("layer 0", "kv", rows=1024, capacity=1024, offset=1024, key_width=192, value_width=192, itemsize=4, count=30),
+    Held(
+        "layer 0",
+        "kv",
+        rows=1024,
+        capacity=1024,
+        offset=1024,
+        key_width=192,
+        value_width=192,
+        itemsize=4,
+        count=30,
+    ),
 )
 
 
@@ -99,9 +109,13 @@ def test_no_figure_means_no_score():
     assert unknown.total is None
 
 
-@pytest.mark.parametrize(("share", "more", "less"), [(0.9, 0.0, 0.3), (0.5, 0.7, 0.8), (0.25, 1.0, 1.1), (0.1, 1.1, 2.0)])
+@pytest.mark.parametrize(
+    ("share", "more", "less"), [(0.9, 0.0, 0.3), (0.5, 0.7, 0.8), (0.25, 1.0, 1.1), (0.1, 1.1, 2.0)]
+)
 def test_expected_loss_grows_with_the_share_of_rows_dropped(share, more, less):
-    layers = (Held("x", "kv", rows=int(1000 * share), capacity=1000, offset=1000, key_width=1, value_width=1),)
+    layers = (
+        Held("x", "kv", rows=int(1000 * share), capacity=1000, offset=1000, key_width=1, value_width=1),
+    )
     kl = expected_kl(layers, None, "sinks_window").kl
     assert more < kl < less
 
@@ -110,7 +124,7 @@ def test_a_decision_can_be_recomputed_from_its_log_line(tiny):
     model = tiny("llama")
     cache = LuminaCache(model, budget=200_000, log=None)
     mx.eval(model(mx.arange(1, 100)[None], cache=cache))
-    cache.nbytes  # noqa: B018  (the touch after the chunk settles the budget)
+    cache.nbytes
     record = next(r for r in json.loads(json.dumps(list(cache.log.records))) if r["event"] == "decision")
     weights = record["state"]["weights"]
     scored = {}
@@ -151,7 +165,9 @@ class TestAUsersOwnPolicy:
 
     def test_is_followed_when_feasible(self, tiny):
         cache = self.run(tiny("llama"), self.Always("evict:sinks_window@0.50"))
-        assert "evict:sinks_window@0.50" in [r["action"] for r in cache.log.records if r["event"] == "action.applied"]
+        assert "evict:sinks_window@0.50" in [
+            r["action"] for r in cache.log.records if r["event"] == "action.applied"
+        ]
 
     @pytest.mark.parametrize("policy", [Always("evict:h2o@0.50"), Broken()], ids=["infeasible", "raises"])
     def test_mistakes_are_logged_and_everything_is_kept(self, tiny, policy):

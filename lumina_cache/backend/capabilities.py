@@ -13,17 +13,30 @@ from types import MappingProxyType
 
 __all__ = [
     "ATTENTION_WEIGHTS",
+    "CODEBOOK_PACKING",
+    "CROSS_LAYER",
     "DENSE_REENCODE",
+    "DISK_TIER",
+    "HIDDEN_STATES",
     "KEYS",
+    "MIXED_ROWS",
+    "OWN_PACKED_ATTENTION",
+    "PAGED_ROWS",
+    "PARTIAL_FETCH",
     "QUERIES",
+    "QUERY_STATISTICS",
     "RAGGED_HEADS",
     "RAGGED_LAYERS",
+    "RESERVE",
     "ROW_GATHER",
+    "TRAINED_MODEL",
+    "TRAINED_SCORER",
     "VALUES",
     "BackendProfile",
     "Capability",
     "Outcome",
     "Rung",
+    "element_format",
     "packed_attention",
 ]
 
@@ -53,16 +66,46 @@ class Capability:
 KEYS = Capability("KEYS", rung=Rung.CACHE)
 VALUES = Capability("VALUES", rung=Rung.CACHE)
 ROW_GATHER = Capability("ROW_GATHER", rung=Rung.CACHE)
+#: Rows are stored in a codec of our own and decoded to dense arrays when they are fetched.
 DENSE_REENCODE = Capability("DENSE_REENCODE", rung=Rung.CACHE)
+#: Layers that share a mask may hold different numbers of rows.
 RAGGED_LAYERS = Capability("RAGGED_LAYERS", rung=Rung.CACHE)
+#: One cache object sees the rows of several layers.
+CROSS_LAYER = Capability("CROSS_LAYER", rung=Rung.CACHE)
+#: Buffers are allocated ahead of the rows that will fill them.
+RESERVE = Capability("RESERVE", rung=Rung.CACHE)
+#: Rows live in a file and are read back when they are fetched.
+DISK_TIER = Capability("DISK_TIER", rung=Rung.CACHE)
+#: Statistics of a model's queries, captured once beforehand and stored.
+QUERY_STATISTICS = Capability("QUERY_STATISTICS", rung=Rung.CACHE)
 QUERIES = Capability("QUERIES", rung=Rung.HOOK)
 ATTENTION_WEIGHTS = Capability("ATTENTION_WEIGHTS", rung=Rung.HOOK)
+HIDDEN_STATES = Capability("HIDDEN_STATES", rung=Rung.HOOK)
+#: Only some rows are fetched, chosen by the query of the step.
+PARTIAL_FETCH = Capability("PARTIAL_FETCH", rung=Rung.HOOK)
+#: Attention reads rows packed in a layout of our own, given the queries.
+OWN_PACKED_ATTENTION = Capability("OWN_PACKED_ATTENTION", rung=Rung.HOOK)
+#: Heads of one layer may hold different numbers of rows.
 RAGGED_HEADS = Capability("RAGGED_HEADS", rung=Rung.KERNEL)
+#: Rows of one layer may be stored at different precisions.
+MIXED_ROWS = Capability("MIXED_ROWS", rung=Rung.KERNEL)
+#: Rows are addressed through a table of pages.
+PAGED_ROWS = Capability("PAGED_ROWS", rung=Rung.KERNEL)
+#: Codes other than affine ones are unpacked inside the attention kernel.
+CODEBOOK_PACKING = Capability("CODEBOOK_PACKING", rung=Rung.KERNEL)
+#: A scorer, or the model itself, has been trained for the method.
+TRAINED_SCORER = Capability("TRAINED_SCORER", rung=Rung.TRAINED)
+TRAINED_MODEL = Capability("TRAINED_MODEL", rung=Rung.TRAINED)
 
 
 def packed_attention(bits: int, group_size: int) -> Capability:
     """mlx-lm's attention over affine-packed rows of ``bits`` bits in groups of ``group_size`` elements."""
     return Capability("PACKED_ATTENTION", (bits, group_size), Rung.NATIVE)
+
+
+def element_format(name: str) -> Capability:
+    """An element format of ``mx.quantize`` other than affine: ``mxfp4``, ``mxfp8`` or ``nvfp4``."""
+    return Capability(f"FORMAT_{name.upper()}", rung=Rung.CACHE)
 
 
 @dataclass(frozen=True)

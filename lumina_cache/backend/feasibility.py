@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..actions import Action, Evict, Quantize
+from ..apply import not_built
 from ..estimate import Held, nbytes_allocated, peak_of_action
 from .capabilities import BackendProfile
 
@@ -17,9 +18,9 @@ __all__ = ["Reason", "Verdict", "classify"]
 
 @dataclass(frozen=True)
 class Reason:
-    """Why an action is outside F. ``code`` is for programs, ``text`` for people; numbers are kept where there are any."""
+    """Why an action is outside F. ``code`` is for programs, ``text`` for people, with the numbers if any."""
 
-    code: str  #: missing_capability, too_few_rows, nothing_to_change, exceeds_memory, rows_must_stay, already_coarser
+    code: str  #: not_built, missing_capability, too_few_rows, nothing_to_change, exceeds_memory, rows_must_stay, already_coarser
     text: str
     wanted: int | None = None
     limit: int | None = None
@@ -73,6 +74,9 @@ def _reasons(
     available: int | None,
     rows_must_stay: bool,
 ) -> Iterable[Reason]:
+    missing = not_built(action)
+    if missing is not None:
+        yield Reason("not_built", f"this version of lumina_cache has no code for {missing}")
     for capability in sorted(action.requires):
         outcome = profile.outcome(capability)
         if not outcome.present:
@@ -86,12 +90,17 @@ def _reasons(
         if isinstance(part, Evict):
             kept = part.rows_kept(rows)
             if rows_must_stay:
-                yield Reason("rows_must_stay", "tokens may be taken back (speculative decoding), so rows must stay")
+                yield Reason(
+                    "rows_must_stay", "tokens may be taken back (speculative decoding), so rows must stay"
+                )
             if kept >= rows:
                 yield Reason("too_few_rows", f"{kept} rows asked, {rows} held: nothing to evict", kept, rows)
             elif kept <= part.sinks:
                 yield Reason(
-                    "too_few_rows", f"{kept} rows would leave no window behind {part.sinks} sinks", kept, part.sinks
+                    "too_few_rows",
+                    f"{kept} rows would leave no window behind {part.sinks} sinks",
+                    kept,
+                    part.sinks,
                 )
         if isinstance(part, Quantize):
             coarsest = min((one.bits for one in layers if one.changeable and one.bits), default=None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import version
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm._version import __version__ as mlx_lm_version
 from mlx_lm.models import base
 from mlx_lm.models import cache as stock
@@ -67,7 +67,7 @@ _FIELDS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 
 
 def mlx_version() -> str:
-    return str(mx.__version__)
+    return version("mlx")
 
 
 @cache

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -49,8 +50,12 @@ class ModelProbe:
 
     profile: BackendProfile
     layers: tuple[Held, ...]  #: per leaf, as after the probe's own few tokens
-    updated_per_step: int  #: K/V leaves that the model updates in one step; some models never use some entries
-    group_size: int | None  #: group size that divides all head dims of layers that can be packed; None if there is none
+    updated_per_step: (
+        int  #: K/V leaves that the model updates in one step; some models never use some entries
+    )
+    group_size: (
+        int | None
+    )  #: group size that divides all head dims of layers that can be packed; None if there is none
     seconds: float
 
 
@@ -71,7 +76,7 @@ def probe_model(model: Any, bits: Iterable[int] = (8, 4)) -> ModelProbe:
         QUERIES: Outcome(False, "mlx-lm's cache interface passes keys and values only"),
         DENSE_REENCODE: Outcome(False, NOT_BUILT),
     }
-    outcomes[ROW_GATHER] = _try(lambda: _with_evicted_rows(model)) if kv else outcomes[KEYS]
+    outcomes[ROW_GATHER] = _try(partial(_with_evicted_rows, model)) if kv else outcomes[KEYS]
     for width in bits:
         if not kv:
             outcomes[packed_attention(width, 64)] = outcomes[KEYS]
@@ -81,7 +86,7 @@ def probe_model(model: Any, bits: Iterable[int] = (8, 4)) -> ModelProbe:
             outcomes[packed_attention(width, 64)] = Outcome(False, why)
         else:
             codec = Affine(width, group)
-            outcomes[packed_attention(width, group)] = _try(lambda codec=codec: _with_packed_rows(model, codec))
+            outcomes[packed_attention(width, group)] = _try(partial(_with_packed_rows, model, codec))
     profile = BackendProfile(
         device=mx.default_device().type.name,
         mlx=mlx_version(),
@@ -94,7 +99,7 @@ def probe_model(model: Any, bits: Iterable[int] = (8, 4)) -> ModelProbe:
 
 def probe_packed(model: Any, probe: ModelProbe, codec: Affine) -> ModelProbe:
     """The same probe with the outcome for one more packed layout."""
-    outcome = _try(lambda: _with_packed_rows(model, codec))
+    outcome = _try(partial(_with_packed_rows, model, codec))
     capability = packed_attention(codec.bits, codec.group_size)
     profile = replace(probe.profile, outcomes={**probe.profile.outcomes, capability: outcome})
     return replace(probe, profile=profile)

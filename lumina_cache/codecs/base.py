@@ -9,7 +9,16 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-__all__ = ["STEP", "Codec", "Encoded", "append_rows", "cut_rows", "encoded_nbytes", "gather_rows", "grown_capacity"]
+__all__ = [
+    "STEP",
+    "Codec",
+    "Encoded",
+    "append_rows",
+    "cut_rows",
+    "encoded_nbytes",
+    "gather_rows",
+    "grown_capacity",
+]
 
 #: Rows by which buffers grow, as in ``mlx_lm.models.cache.KVCache.step``.
 STEP = 256
@@ -59,7 +68,9 @@ def append_rows(buffers: Encoded | None, rows: int, new: Encoded) -> Encoded:
     elif wanted != capacity:
         kept = capacity if rows % STEP == 0 else rows
         buffers = tuple(
-            mx.concatenate([a[..., :kept, :], mx.zeros((*a.shape[:2], wanted - kept, a.shape[3]), a.dtype)], 2)
+            mx.concatenate(
+                [a[..., :kept, :], mx.zeros((*a.shape[:2], wanted - kept, a.shape[3]), a.dtype)], 2
+            )
             for a in buffers
         )
     for buffer, piece in zip(buffers, new, strict=True):

@@ -33,7 +33,9 @@ class DecisionGap:
     backend: float  #: best of A − best of F
     controller: float | None  #: best of F − what the policy chose; None if the choice has no score
     causes: tuple[str, ...]  #: why the best of A is not in F; empty when it is
-    relaxations: tuple[tuple[str, float], ...]  #: capability → points gained if the backend had it alone, largest first
+    relaxations: tuple[
+        tuple[str, float], ...
+    ]  #: capability → points gained if the backend had it alone, largest first
     refused: int
     unscored: int
     execution_state: str = "simulated"
@@ -61,7 +63,9 @@ def decision_gap(weighed: Weighed) -> DecisionGap:
     """
     top, reachable = best(weighed.everything), best(weighed.feasible)
     if top is None or reachable is None:
-        raise LogFormatError(f"decision {weighed.decision}: no candidate has a score, so there is nothing to compare")
+        raise LogFormatError(
+            f"decision {weighed.decision}: no candidate has a score, so there is nothing to compare"
+        )
     refused = {r.action: r for r in weighed.refused}
     cause = refused.get(top.action)
     return DecisionGap(

@@ -32,7 +32,9 @@ def as_text(report: GapReport) -> str:
         lines += [*_decision(gap), ""]
     lines.append(f"mean gap over {len(report.gaps)} decisions: {report.mean:.3f} points")
     if report.refusals:
-        lines.append("candidates kept out of F, by reason: " + ", ".join(f"{r} {n}" for r, n in report.refusals))
+        lines.append(
+            "candidates kept out of F, by reason: " + ", ".join(f"{r} {n}" for r, n in report.refusals)
+        )
     lines += [f"problem: {p}" for p in report.problems]
     return "\n".join(lines)
 

@@ -34,7 +34,9 @@ def chat_tokens(tokenizer: Any, prompt: str, *, raw: bool = False) -> list[int]:
     """Token ids of ``prompt`` as one user turn of the model's chat template, or as it is if it has none or ``raw``."""
     if raw or not getattr(tokenizer, "chat_template", None):
         return list(tokenizer.encode(prompt))
-    return list(tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True))
+    return list(
+        tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True)
+    )
 
 
 def generate_answer(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..errors import EngagementError
 
@@ -38,13 +39,15 @@ def drift(model: Any, full: Any, other: Any, tokens: list[int], *, lossy: bool) 
     kl = mx.sum(mx.exp(reference) * (reference - tried), axis=-1)
     same = mx.argmax(reference, -1) == mx.argmax(tried, -1)
     mx.eval(kl, same)
-    found = sorted(float(x) for x in kl.tolist())
+    found = sorted(np.array(kl).astype(float).tolist())
     if lossy and mx.array_equal(reference, tried).item():
-        raise EngagementError("a lossy action was taken, yet the logits are those of the full cache to the last bit")
+        raise EngagementError(
+            "a lossy action was taken, yet the logits are those of the full cache to the last bit"
+        )
     return Drift(
         kl_mean=statistics.fmean(found),
         kl_p95=found[min(len(found) - 1, round(0.95 * (len(found) - 1)))],
-        top1_agreement=float(same.astype(mx.float32).mean().item()),
+        top1_agreement=float(np.array(same).mean()),
         positions=len(found),
     )
 

@@ -63,8 +63,13 @@ def run_demo(*, model: str | None, budget: str | None, log: os.PathLike[str] | N
     document = demo_document()
     slow = mx.default_device() == mx.Device(mx.cpu) and not blas.engaged
     prompt = _prompt(loaded, document, shortened=slow)
-    console.print(f"model      {loaded.name}, {loaded.dtype} on {mx.default_device()} ({loaded.source})", markup=False)
-    console.print(f"document   {document.name}, {len(prompt)} tokens with the question ({document.source})", markup=False)
+    console.print(
+        f"model      {loaded.name}, {loaded.dtype} on {mx.default_device()} ({loaded.source})", markup=False
+    )
+    console.print(
+        f"document   {document.name}, {len(prompt)} tokens with the question ({document.source})",
+        markup=False,
+    )
     if slow:
         console.print(
             "OpenBLAS was not found, so the document is shortened: MLX's own BLAS on Linux is some 25 times slower. "
@@ -90,7 +95,8 @@ def run_demo(*, model: str | None, budget: str | None, log: os.PathLike[str] | N
     lumina = _measure(loaded, prompt, make, None, max_tokens, console)
     cache = kept[0]
     lossy = any(leaf.changed for leaf in leaves(cache) if hasattr(leaf, "changed"))
-    lumina.answer.fork.log.detach()
+    fork: Any = lumina.answer.fork
+    fork.log.detach()
 
     with console.status("scoring both caches on the same tokens"):
         forced = [prompt[-1], *stock.answer.tokens]
@@ -108,7 +114,11 @@ def run_demo(*, model: str | None, budget: str | None, log: os.PathLike[str] | N
     for record in cache.log.records:
         if record["event"] in ("decision", "action.applied", "action.refused", "warning"):
             console.print("  " + describe(record), markup=False)
-    console.print("\n[bold]What it cost[/bold]  [execution state: real; both caches ran]".replace("[execution", r"\[execution"))
+    console.print(
+        "\n[bold]What it cost[/bold]  [execution state: real; both caches ran]".replace(
+            "[execution", r"\[execution"
+        )
+    )
     for line in _cost(document, stock, lumina, apart, prefill, decode):
         console.print("  " + line, markup=False)
     console.print()

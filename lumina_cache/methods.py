@@ -1,0 +1,265 @@
+"""The catalogue: every method of the action space, what it needs of a backend, and where it was published.
+
+It also holds methods that no MLX-LM cache can execute today (ragged budgets per head, rows of mixed precision, retrieval
+by query, merging across layers, paged rows, trained evictors). They are part of A, and the difference between A and the
+feasible set F is what the project measures. None looks at tokens that are not there yet: those would be a ceiling, not
+an action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from .backend.capabilities import (
+    ATTENTION_WEIGHTS,
+    CODEBOOK_PACKING,
+    CROSS_LAYER,
+    DENSE_REENCODE,
+    DISK_TIER,
+    HIDDEN_STATES,
+    KEYS,
+    MIXED_ROWS,
+    OWN_PACKED_ATTENTION,
+    PAGED_ROWS,
+    PARTIAL_FETCH,
+    QUERIES,
+    QUERY_STATISTICS,
+    RAGGED_HEADS,
+    RAGGED_LAYERS,
+    RESERVE,
+    ROW_GATHER,
+    TRAINED_MODEL,
+    TRAINED_SCORER,
+    VALUES,
+    Capability,
+    element_format,
+)
+
+__all__ = ["METHODS", "Method", "methods_of"]
+
+AFFINE_BITS = (2, 3, 4, 5, 6, 8)
+AFFINE_GROUPS = (32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way of carrying out a family of actions.
+
+    ``bounded_by`` names the quantity that limits it; ``undoable`` says whether the rows can be had back as they were.
+    ``bits`` and ``groups`` are what a codec accepts; empty for other families.
+    """
+
+    family: str
+    name: str
+    requires: frozenset[Capability]
+    source: str
+    formula: str
+    lossy: bool = True
+    undoable: bool = False
+    bounded_by: str = "rows"
+    bits: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
+
+
+def _evict(name: str, source: str, formula: str, *needs: Capability) -> Method:
+    return Method("evict", name, frozenset({ROW_GATHER, *needs}), source, formula)
+
+
+def _quant(
+    name: str,
+    source: str,
+    formula: str,
+    *needs: Capability,
+    bits: tuple[int, ...] = AFFINE_BITS,
+    groups: tuple[int, ...] = AFFINE_GROUPS,
+) -> Method:
+    return Method(
+        "quant", name, frozenset(needs), source, formula, bounded_by="head_dim", bits=bits, groups=groups
+    )
+
+
+_FETCH = (KEYS, VALUES, DENSE_REENCODE)
+_HOOKED = (KEYS, VALUES, QUERIES, OWN_PACKED_ATTENTION)
+
+
+def _catalogue() -> Iterator[Method]:
+    # -- allocate -----------------------------------------------------------------------------------------------
+    yield Method(
+        "reserve",
+        "ahead",
+        frozenset({RESERVE}),
+        "mlx-lm PR 1038",
+        "capacity = max(capacity, rows)",
+        False,
+        True,
+        "memory",
+    )
+    yield Method(
+        "page", "table", frozenset({PAGED_ROWS}), "PagedAttention, arXiv:2309.06180", "⌈rows/page⌉ pages per layer",
+        False, True, "memory",
+    )  # fmt: skip
+
+    # -- reclaim: evict rows ------------------------------------------------------------------------------------
+    yield _evict("sinks_window", "StreamingLLM, arXiv:2309.17453", "first s rows and the newest k − s")
+    yield _evict("random", "the control: choice without knowledge", "a seeded permutation")
+    yield _evict("key_norm", "Devoto et al., arXiv:2406.11430", "score = −‖k‖₂", KEYS)
+    yield _evict("keydiff", "KeyDiff, arXiv:2504.15364", "score = −cos(k, mean of k/‖k‖)", KEYS)
+    yield _evict(
+        "lagkv", "LagKV, arXiv:2504.04704", "spread of k and v relative to the next block", KEYS, VALUES
+    )
+    yield _evict("leverage", "CurDKV, arXiv:2509.15038", "leverage scores of k and v", KEYS, VALUES)
+    yield _evict(
+        "q_filters",
+        "Q-Filters, arXiv:2503.02812",
+        "score = k · principal query direction",
+        KEYS,
+        QUERY_STATISTICS,
+    )
+    yield _evict(
+        "expected_attention", "Expected Attention, arXiv:2510.00636", "E over future q of softmax weight × ‖v‖",
+        KEYS, VALUES, QUERY_STATISTICS,
+    )  # fmt: skip
+    yield _evict("snapkv", "SnapKV, arXiv:2404.14469", "pooled weights of the last w queries", QUERIES)
+    yield _evict("tova", "TOVA, arXiv:2401.06104", "weights of the newest query", QUERIES)
+    yield _evict("h2o", "H2O, arXiv:2306.14048", "accumulated attention weights", ATTENTION_WEIGHTS)
+    yield _evict(
+        "kvzip",
+        "KVzip, arXiv:2505.23416",
+        "largest weight in a reconstruction pass",
+        QUERIES,
+        ATTENTION_WEIGHTS,
+    )
+    yield _evict(
+        "pyramidkv",
+        "PyramidKV, arXiv:2406.02069",
+        "snapkv, fewer rows in deeper layers",
+        QUERIES,
+        RAGGED_LAYERS,
+    )
+    yield _evict(
+        "adakv",
+        "Ada-KV, arXiv:2407.11550",
+        "snapkv, top rows over all heads of a layer",
+        QUERIES,
+        RAGGED_HEADS,
+    )
+    yield _evict(
+        "fastgen",
+        "FastGen, arXiv:2310.01801",
+        "a policy per head from one profiling pass",
+        ATTENTION_WEIGHTS,
+        RAGGED_HEADS,
+    )
+    yield _evict(
+        "kvzap",
+        "KVzap, arXiv:2601.07891",
+        "surrogate of kvzip from hidden states",
+        HIDDEN_STATES,
+        RAGGED_HEADS,
+        TRAINED_SCORER,
+    )
+    yield _evict(
+        "kvp", "KV Policy, arXiv:2602.10238", "a trained ranking per head", KEYS, VALUES, TRAINED_SCORER
+    )
+    yield _evict(
+        "dms",
+        "Dynamic Memory Sparsification, arXiv:2506.05345",
+        "delayed eviction learned by the model",
+        TRAINED_MODEL,
+    )
+
+    # -- compress: re-encode rows -------------------------------------------------------------------------------
+    # What "affine" needs depends on bits and group size: see Quantize.requires.
+    yield _quant(
+        "affine", "mlx.core.quantize; mlx_lm QuantizedKVCache", "code = round((x − min)/(max − min)·(2ᵇ − 1))"
+    )
+    yield _quant("affine_fetch", "mlx.core.quantize, decoded on fetch", "as affine", *_FETCH)
+    yield _quant(
+        "kivi", "KIVI, arXiv:2402.02750", "keys grouped along tokens, values along the head dim", *_FETCH
+    )
+    yield _quant("hadamard", "QuaRot, arXiv:2404.00456", "affine of H·x/√d, rotated back on fetch", *_FETCH)
+    yield _quant("kivi_packed", "KIVI, arXiv:2402.02750", "as kivi, attention over the codes", *_HOOKED)
+    yield _quant(
+        "hadamard_packed", "QuaRot, arXiv:2404.00456", "as hadamard, the query rotated instead", *_HOOKED
+    )
+    yield _quant(
+        "turboquant", "TurboQuant, arXiv:2504.19874", "rotation and Lloyd–Max codes", *_FETCH, bits=(2, 3, 4)
+    )
+    yield _quant(
+        "turboquant_packed", "TurboQuant, arXiv:2504.19874", "as turboquant, unpacked in the kernel", CODEBOOK_PACKING,
+        bits=(2, 3, 4),
+    )  # fmt: skip
+    yield _quant(
+        "kvquant", "KVQuant, arXiv:2401.18079", "keys before RoPE, calibrated codes, sparse outliers", CODEBOOK_PACKING,
+        bits=(2, 3, 4),
+    )  # fmt: skip
+    yield _quant(
+        "gear", "GEAR, arXiv:2403.05527", "affine, low-rank and sparse residual", *_FETCH, bits=(2, 4)
+    )
+    yield _quant(
+        "mxfp4",
+        "OCP microscaling; mlx.core.quantize",
+        "E2M1 with a shared exponent",
+        *_FETCH,
+        element_format("mxfp4"),
+        bits=(4,),
+        groups=(32,),
+    )
+    yield _quant(
+        "mxfp8",
+        "OCP microscaling; mlx.core.quantize",
+        "E4M3 with a shared exponent",
+        *_FETCH,
+        element_format("mxfp8"),
+        bits=(8,),
+        groups=(32,),
+    )
+    yield _quant(
+        "nvfp4",
+        "NVFP4; mlx.core.quantize",
+        "E2M1 with an E4M3 scale",
+        *_FETCH,
+        element_format("nvfp4"),
+        bits=(4,),
+        groups=(16,),
+    )
+    yield _quant(
+        "mixed_rows",
+        "MiKV, arXiv:2402.18096",
+        "important rows at more bits",
+        QUERIES,
+        MIXED_ROWS,
+        bits=(2, 4),
+    )
+    yield Method(
+        "merge", "minicache", frozenset({KEYS, VALUES, CROSS_LAYER, DENSE_REENCODE}), "MiniCache, arXiv:2405.14366",
+        "one direction and two norms for each pair of layers", True, False, "layers",
+    )  # fmt: skip
+
+    # -- offload: rows in a file --------------------------------------------------------------------------------
+    yield Method(
+        "offload", "layers", frozenset({DISK_TIER}), "FlexGen, arXiv:2303.06865", "whole layers, streamed at fetch",
+        False, True, "disk",
+    )  # fmt: skip
+    yield Method(
+        "offload", "cold", frozenset({DISK_TIER}), "FlexGen, arXiv:2303.06865", "the oldest rows, streamed at fetch",
+        False, True, "disk",
+    )  # fmt: skip
+    yield Method(
+        "offload", "quest", frozenset({QUERIES, PARTIAL_FETCH, DISK_TIER}), "Quest, arXiv:2406.10774",
+        "pages ranked by an upper bound of q·k", True, True, "disk",
+    )  # fmt: skip
+    yield Method(
+        "offload", "shadowkv", frozenset({QUERIES, PARTIAL_FETCH, DISK_TIER}), "ShadowKV, arXiv:2410.21465",
+        "low-rank keys held, values retrieved by landmarks", True, True, "disk",
+    )  # fmt: skip
+
+
+#: (family, name) → method.
+METHODS: Mapping[tuple[str, str], Method] = MappingProxyType({(m.family, m.name): m for m in _catalogue()})
+
+
+def methods_of(family: str) -> tuple[Method, ...]:
+    return tuple(m for m in METHODS.values() if m.family == family)
