@@ -33,7 +33,7 @@ needs_smollm2 = pytest.mark.skipif(
 
 PARAGRAPH = (
     "The sun is a star at the center of the solar system. It is made mostly of hydrogen and helium, and it "
-    "gives light and heat to the Earth. Plants use this light to make their food, and animals eat the plants. "
+    "gives light and heat to the Earth. Plants use this light to make food, and animals eat the plants. "
     "Without the sun, there would be no life on our planet. The Earth moves around the sun once every year, "
     "and it turns on its own axis once every day, which gives us day and night."
 )
