@@ -69,7 +69,10 @@ EVENTS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
             "profile": _field(
                 "backend profile: device, versions, capabilities found by probing", dict, unknown=True
             ),
-            "model": _field("model type, fingerprint, number of entries of each cache kind", dict),
+            "model": _field(
+                "model type, fingerprint, number of entries of each cache kind, shape of each kind of layer",
+                dict,
+            ),
             "budget": _field("budget in bytes", int, unknown=True),
             "policy": _field("who decides", str, unknown=True),
             "copied_from": _field("id of the cache that this one is a copy of", str, unknown=True),

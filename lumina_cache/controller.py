@@ -24,6 +24,7 @@ from .budget import format_bytes
 from .codecs import Affine, Codec
 from .errors import ActionInfeasibleError, BudgetError, LuminaError, LuminaWarning
 from .estimate import Held, after_action, after_append, merge_equal, nbytes_allocated, nbytes_live
+from .fingerprint import remembered_fingerprint
 from .layers import KVCache, ManagedLayer, RotatingKVCache
 from .policy import Candidate, Decision, Policy, State, candidates_for, weigh
 from .steps import StepTracker
@@ -228,7 +229,7 @@ class Controller:
     def log_start(self, copied_from: str | None = None) -> None:
         machine = self.read_machine()
         self._machine_seen = _signs(machine)
-        unknown = {}
+        unknown: dict[str, str] = {}
         probe = self.probes.get(0)
         if probe is None:
             unknown["profile"] = "not probed: nothing has needed it yet"
@@ -242,6 +243,8 @@ class Controller:
             profile=None if probe is None else probe.profile.to_record(),
             model={
                 "model_type": str(getattr(self.models[0], "model_type", "unknown")),
+                "fingerprint": self._fingerprint(unknown),
+                "layers": _shapes(self._unmerged(self.trackers[0]) if probe is None else probe.layers),
                 "mlx": mlx_version(),
                 "mlx_lm": mlx_lm_version,
                 "kinds": dict(Counter(one.kind for t in self.trackers[:1] for one in self._unmerged(t))),
@@ -253,6 +256,17 @@ class Controller:
             telemetry=None if machine is None else machine.to_record(),
             unknown=unknown,
         )
+
+    def _fingerprint(self, unknown: dict[str, str]) -> str | None:
+        """Only for a log that outlives the process: it evaluates a few values of every weight."""
+        if self.log.path is None:
+            unknown["model.fingerprint"] = "the log is in memory only"
+            return None
+        try:
+            return remembered_fingerprint(self.models[0])
+        except (AttributeError, TypeError, ValueError) as error:
+            unknown["model.fingerprint"] = f"{type(error).__name__}: {error}"
+            return None
 
     # -- off the hot path -------------------------------------------------------------------------------------------
 
@@ -496,6 +510,22 @@ class Controller:
 
     def _layers(self, steps: StepTracker) -> tuple[Held, ...]:
         return merge_equal(self._unmerged(steps))
+
+
+def _shapes(layers: tuple[Held, ...]) -> list[dict[str, int | str]]:
+    """Kind and widths (elements per row over batch and heads) of each kind of layer; 0 while nothing is known."""
+    kinds = merge_equal(replace(one, rows=0, capacity=0, offset=0) for one in layers)
+    return [
+        {
+            "kind": one.kind,
+            "count": one.count,
+            "key_width": one.key_width,
+            "value_width": one.value_width,
+            "itemsize": one.itemsize,
+            "max_size": one.max_size,
+        }
+        for one in kinds
+    ]
 
 
 def _signs(machine: Snapshot | None) -> tuple[object, ...] | None:

@@ -61,14 +61,17 @@ def run_demo(*, model: str | None, budget: str | None, log: os.PathLike[str] | N
     with console.status("loading the model"):
         loaded = load_model(model)
     document = demo_document()
+    device = mx.default_device().type.name
     slow = mx.default_device() == mx.Device(mx.cpu) and not blas.engaged
     prompt = _prompt(loaded, document, shortened=slow)
     console.print(
-        f"model      {loaded.name}, {loaded.dtype} on {mx.default_device()} ({loaded.source})", markup=False
+        f"model      {loaded.name}, {str(loaded.dtype).rpartition('.')[2]} on {device} ({loaded.source})",
+        markup=False,
     )
     console.print(
         f"document   {document.name}, {len(prompt)} tokens with the question ({document.source})",
         markup=False,
+        soft_wrap=True,
     )
     if slow:
         console.print(
@@ -76,7 +79,7 @@ def run_demo(*, model: str | None, budget: str | None, log: os.PathLike[str] | N
             "On Debian: apt-get install libopenblas0-pthread",
             style="yellow",
         )
-    console.print(f"question   {document.question}\n", markup=False)
+    console.print(f"question   {document.question}\n", markup=False, soft_wrap=True)
 
     console.print("[bold]1. The stock cache[/bold]  prompt_cache=make_prompt_cache(model)")
     stock = _measure(loaded, prompt, lambda: make_prompt_cache(loaded.model), 512, max_tokens, console)
@@ -109,21 +112,21 @@ def run_demo(*, model: str | None, budget: str | None, log: os.PathLike[str] | N
     console.print()
     console.print(_table(stock, lumina, cache.budget or 0))
     for line in _budget_lines(cache, lumina):
-        console.print(line, markup=False)
+        console.print(line, markup=False, soft_wrap=True)
     console.print("\n[bold]What it decided, and why[/bold]  (from the log)")
     for record in cache.log.records:
         if record["event"] in ("decision", "action.applied", "action.refused", "warning"):
-            console.print("  " + describe(record), markup=False)
+            console.print("  " + describe(record), markup=False, soft_wrap=True)
     console.print(
         "\n[bold]What it cost[/bold]  [execution state: real; both caches ran]".replace(
             "[execution", r"\[execution"
         )
     )
     for line in _cost(document, stock, lumina, apart, prefill, decode):
-        console.print("  " + line, markup=False)
+        console.print("  " + line, markup=False, soft_wrap=True)
     console.print()
     assert cache.log.path is not None
-    console.print(as_text(gap_of_log(read_log(cache.log.path))), markup=False)
+    console.print(as_text(gap_of_log(read_log(cache.log.path))), markup=False, soft_wrap=True)
     console.print(f"\nlog  {cache.log.path}", markup=False, soft_wrap=True)
     console.print(f"     lumina-cache log {cache.log.path}", markup=False, soft_wrap=True)
 

@@ -12,18 +12,14 @@ Sources: SmolLM2 model card (HuggingFaceTB/SmolLM2-135M-Instruct); GGUF specific
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import importlib.metadata
 import importlib.util
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm
-import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
@@ -31,8 +27,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lumina_cache.errors import ModelUnavailableError
+from lumina_cache.fingerprint import fingerprint
 
-__all__ = ["EMBEDDED", "LoadedModel", "default_dtype", "fingerprint", "load_model", "load_smollm2"]
+__all__ = ["EMBEDDED", "LoadedModel", "default_dtype", "load_model", "load_smollm2"]
 
 EMBEDDED = "smollm2"
 
@@ -123,39 +120,6 @@ def load_smollm2(dtype: mx.Dtype | None = None) -> tuple[Any, Any]:
             f"SmolLM2 cannot be held as {dtype}: ask for float32, float16 or bfloat16"
         )
     return _load_llama_gguf(_gguf_path(), dtype)
-
-
-def fingerprint(model: Any) -> str:
-    """16 hexadecimal digits that change with the architecture, the precision or the weights of `model`.
-
-    Hashed are the configuration, the names, shapes and dtypes of all parameters, and up to 16 evenly spaced
-    values of each. Loading the same weights in the same dtype on the same kind of device gives the same
-    fingerprint. Copies a few kilobytes off the device, however large the model.
-    """
-    parameters = sorted(tree_flatten(model.parameters()), key=lambda item: item[0])
-    header = [
-        type(model).__module__ + "." + type(model).__qualname__,
-        _configuration(model),
-        [(name, list(array.shape), str(array.dtype)) for name, array in parameters],
-    ]
-    digest = hashlib.blake2b(json.dumps(header, sort_keys=True, default=repr).encode(), digest_size=8)
-    samples = [_sample(array) for _, array in parameters]
-    mx.eval(samples)
-    for sample in samples:
-        digest.update(np.array(sample).tobytes())
-    return digest.hexdigest()
-
-
-def _configuration(model: Any) -> Any:
-    args: Any = getattr(model, "args", None)
-    return dataclasses.asdict(args) if dataclasses.is_dataclass(args) and not isinstance(args, type) else None
-
-
-def _sample(array: mx.array, n_values: int = 16) -> mx.array:
-    """Up to `n_values` values spread over `array`, as raw bytes (numpy has no bfloat16)."""
-    flat = array.reshape(-1)
-    stride = -(-flat.size // n_values) | 1  # odd, so as not to stay in one column of a matrix
-    return mx.contiguous(flat[::stride]).view(mx.uint8)
 
 
 def _compute_dtype(model: Any) -> mx.Dtype:
