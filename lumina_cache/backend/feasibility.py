@@ -6,12 +6,12 @@ Pure: values in, values out.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..actions import Action, Evict, Quantize
+from ..actions import Action, Evict, Keep, Quantize, Reclaim
 from ..apply import not_built
-from ..estimate import Held, nbytes_allocated, peak_of_action
-from .capabilities import BackendProfile
+from ..estimate import Held, after_action, nbytes_allocated
+from .capabilities import BackendProfile, Capability
 
 __all__ = ["Reason", "Verdict", "classify"]
 
@@ -20,7 +20,8 @@ __all__ = ["Reason", "Verdict", "classify"]
 class Reason:
     """Why an action is outside F. ``code`` is for programs, ``text`` for people, with the numbers if any."""
 
-    code: str  #: not_built, missing_capability, too_few_rows, nothing_to_change, exceeds_memory, rows_must_stay, already_coarser
+    #: not_built, missing_capability, too_few_rows, nothing_to_change, exceeds_memory, rows_must_stay or already_coarser
+    code: str
     text: str
     wanted: int | None = None
     limit: int | None = None
@@ -59,64 +60,98 @@ def classify(
         available: bytes that may still be allocated while an action is carried out; None when that is not known.
         rows_must_stay: whether the caller will take tokens back (speculative decoding), so that no row may go.
     """
-    layers = tuple(layers)
-    allocated = nbytes_allocated(layers)
-    return tuple(
-        Verdict(a, tuple(_reasons(a, profile, layers, allocated, available, rows_must_stay))) for a in actions
+    changeable = [one for one in layers if one.changeable]
+    facts = _Facts(
+        profile=profile,
+        rows=max((one.rows for one in changeable), default=0),
+        coarsest=min((one.bits for one in changeable if one.bits), default=None),
+        largest=_largest(changeable),
+        available=available,
+        rows_must_stay=rows_must_stay,
+        missing={},
     )
+    return tuple(Verdict(action, _reasons(action, facts)) for action in actions)
 
 
-def _reasons(
-    action: Action,
-    profile: BackendProfile,
-    layers: tuple[Held, ...],
-    allocated: int,
-    available: int | None,
-    rows_must_stay: bool,
-) -> Iterable[Reason]:
-    missing = not_built(action)
-    if missing is not None:
-        yield Reason("not_built", f"this version of lumina_cache has no code for {missing}")
-    for capability in sorted(action.requires):
-        outcome = profile.outcome(capability)
-        if not outcome.present:
-            yield Reason("missing_capability", f"{capability}: {outcome.reason}", capability=str(capability))
-    rows = max((one.rows for one in layers if one.changeable), default=0)
-    changes_rows = any(isinstance(p, Evict | Quantize) for p in action.parts)
-    if changes_rows and rows == 0:
-        yield Reason("nothing_to_change", "no layer holds rows that an action could change")
-        return
+@dataclass(frozen=True)
+class _Facts:
+    """What is the same for all actions, worked out once."""
+
+    profile: BackendProfile
+    rows: int
+    coarsest: int | None
+    largest: tuple[Held, ...]
+    available: int | None
+    rows_must_stay: bool
+    missing: dict[frozenset[Capability], tuple[Reason, ...]]  #: filled as sets of requirements come up
+
+
+def _largest(layers: Sequence[Held]) -> tuple[Held, ...]:
+    """Layers that no other one exceeds in rows and width; one of them needs most memory whatever the action."""
+    best: dict[tuple[int, int | None, int], list[Held]] = {}
+    for one in sorted(layers, key=lambda h: (h.rows, h.key_width + h.value_width), reverse=True):
+        front = best.setdefault((one.itemsize, one.bits, one.group_size), [])
+        if not front or one.key_width + one.value_width > front[-1].key_width + front[-1].value_width:
+            front.append(replace(one, count=1, index=max(0, one.index)))
+    return tuple(one for front in best.values() for one in front)
+
+
+def _missing(requires: frozenset[Capability], facts: _Facts) -> tuple[Reason, ...]:
+    if requires not in facts.missing:
+        facts.missing[requires] = tuple(
+            Reason("missing_capability", f"{c}: {facts.profile.outcome(c).reason}", capability=str(c))
+            for c in sorted(requires)
+            if not facts.profile.has(c)
+        )
+    return facts.missing[requires]
+
+
+def _reasons(action: Action, facts: _Facts) -> tuple[Reason, ...]:
+    found = list(_missing(action.requires, facts))
+    unbuilt = not_built(action)
+    if unbuilt is not None:
+        found.insert(0, Reason("not_built", f"this version of lumina_cache has no code for {unbuilt}"))
+    changes_rows = not isinstance(action, Keep | Reclaim)
+    if changes_rows and facts.rows == 0:
+        found.append(_NOTHING)
+        return tuple(found)
     for part in action.parts:
         if isinstance(part, Evict):
-            kept = part.rows_kept(rows)
-            if rows_must_stay:
-                yield Reason(
-                    "rows_must_stay", "tokens may be taken back (speculative decoding), so rows must stay"
-                )
-            if kept >= rows:
-                yield Reason("too_few_rows", f"{kept} rows asked, {rows} held: nothing to evict", kept, rows)
-            elif kept <= part.sinks:
-                yield Reason(
-                    "too_few_rows",
-                    f"{kept} rows would leave no window behind {part.sinks} sinks",
-                    kept,
-                    part.sinks,
-                )
-        if isinstance(part, Quantize):
-            coarsest = min((one.bits for one in layers if one.changeable and one.bits), default=None)
-            if coarsest is not None and part.key_bits >= coarsest:
-                yield Reason(
+            found += _against_eviction(part, facts)
+        elif isinstance(part, Quantize) and facts.coarsest is not None and part.key_bits >= facts.coarsest:
+            found.append(
+                Reason(
                     "already_coarser",
-                    f"rows are held at {coarsest} bits already; re-encoding at {part.key_bits} cannot bring detail back",
+                    f"rows are held at {facts.coarsest} bits already; re-encoding at {part.key_bits} cannot bring "
+                    "detail back",
                     part.key_bits,
-                    coarsest,
+                    facts.coarsest,
                 )
-    if available is not None and changes_rows:
-        transient = peak_of_action(layers, action) - allocated
-        if transient > available:
-            yield Reason(
-                "exceeds_memory",
-                f"{transient} bytes are needed while converting one layer, {available} are available",
-                transient,
-                available,
             )
+    if not found and changes_rows and facts.available is not None:
+        found += _against_memory(action, facts, facts.available)
+    return tuple(found)
+
+
+_NOTHING = Reason("nothing_to_change", "no layer holds rows that an action could change")
+_MUST_STAY = Reason("rows_must_stay", "tokens may be taken back (speculative decoding), so rows must stay")
+
+
+def _against_eviction(action: Evict, facts: _Facts) -> Iterable[Reason]:
+    if facts.rows_must_stay:
+        yield _MUST_STAY
+    kept, guarded = action.rows_kept(facts.rows), action.sinks + action.recent
+    if kept >= facts.rows:
+        text = f"{kept} rows asked, {facts.rows} held: nothing to evict"
+        yield Reason("too_few_rows", text, kept, facts.rows)
+    elif kept <= guarded:
+        text = f"{kept} rows would leave no choice beside {guarded} protected ones"
+        yield Reason("too_few_rows", text, kept, guarded)
+
+
+def _against_memory(action: Action, facts: _Facts, available: int) -> Iterable[Reason]:
+    """The new buffers of one layer exist beside its old ones: conversion goes layer by layer."""
+    transient = max((nbytes_allocated(after_action([one], action)) for one in facts.largest), default=0)
+    if transient > available:
+        text = f"{transient} bytes are needed while converting one layer, {available} are available"
+        yield Reason("exceeds_memory", text, transient, available)
