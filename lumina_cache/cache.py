@@ -84,8 +84,9 @@ class LuminaCache(list[Any]):
         log: path of the audit log, True for a new file in the user's state directory, None to keep the last 1,000
             records in memory only (:attr:`log` ``.records``).
         draft_model: for speculative decoding, the draft model; the joint cache is then what mlx-lm expects.
-        horizon: how many more tokens the caller expects; None if not known. Used to say early whether rows may have to
-            be evicted (or a sliding window may wrap), which speculative decoding and prefix reuse need to know.
+        horizon: how many tokens the caller expects this cache to see in all (prompt, generated and drafted ones); None
+            if not known. Used to say early whether rows may have to be evicted (or a sliding window may wrap), which
+            speculative decoding and prefix reuse need to know.
 
     Raises:
         BackendInterfaceError: the installed mlx-lm is not one whose interface is known.
@@ -236,10 +237,25 @@ class LuminaCache(list[Any]):
     # -- what a list does -------------------------------------------------------------------------------------------
 
     def __add__(self, other: list[Any]) -> list[Any]:  # type: ignore[override]
-        if isinstance(other, LuminaCache):
-            # Two caches are joined for speculative decoding only, so tokens will be taken back in both.
-            self._control.speculative = other._control.speculative = True
+        self._note_joined(other)
         return [*self, *other]
+
+    def __iadd__(self, other: Iterable[Any]) -> LuminaCache:  # type: ignore[misc, override]
+        """Append a draft model's cache; its entries are used as they are, unmanaged and not counted in the budget."""
+        other = list(other)
+        self._note_joined(other)
+        self.extend(other)
+        return self
+
+    def _note_joined(self, other: list[Any]) -> None:
+        """Two caches are joined for speculative decoding only, so tokens will be taken back in both.
+
+        (Models with more layers than entries pad their cache with None.)
+        """
+        if any(entry is not None for entry in other):
+            self._control.speculative = True
+        if isinstance(other, LuminaCache):
+            other._control.speculative = True
 
     @overload
     def __setitem__(self, index: SupportsIndex, value: Any) -> None: ...

@@ -6,7 +6,8 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -80,7 +81,7 @@ class Controller:
         self._acting = False
         self._decision = 0
         self._phase: str | None = None
-        self._caller: _CallerConversion | None = None
+        self._callers: dict[StepTracker, _CallerConversion] = {}
         self._refused: set[tuple[str, str]] = set()
         self._over_budget_said = False
         self.finalizer = weakref.finalize(self, log.end)
@@ -88,10 +89,9 @@ class Controller:
     # -- StepListener: the hot path ---------------------------------------------------------------------------------
 
     def step_begins(self, steps: StepTracker, tokens: int) -> None:
-        log = self.log
-        log.count_step(tokens)
-        if self._pending or self._caller is not None:
-            self._settle()
+        self.log.count_step(tokens)
+        if self._pending or self._callers:
+            self._settle(steps)
         if self.policy is not None:
             self._slack -= tokens
             if tokens > 1 or self._slack < 0 or self._unchecked:
@@ -114,8 +114,8 @@ class Controller:
     def touched(self, steps: StepTracker) -> None:
         if self._acting:
             return
-        if self._pending or self._caller is not None:
-            self._settle()
+        if self._pending or self._callers:
+            self._settle(steps)
         if self._unchecked:
             self._unchecked = False
             self._hold_budget(steps, 1, "after_chunk")
@@ -124,15 +124,17 @@ class Controller:
 
     def rows_may_go(self, steps: StepTracker, layer: ManagedLayer) -> bool:
         if isinstance(layer, RotatingKVCache):
-            # Speculation takes rows back, and a window that has wrapped cannot give back what it overwrote.
-            return self.speculative and (self.horizon is None or layer.offset + self.horizon >= layer.max_size)
+            # Speculation takes rows back, and a window that has wrapped cannot give back what it overwrote. The answer
+            # may not change on the way: mlx-lm asks at the start and goes on when a later attempt is refused.
+            return self.speculative and (self.horizon is None or self.horizon >= layer.max_size)
         if self.policy is None or self.budget is None or self.speculative or layer.kind != "kv":
             return False
         if not self.profile(steps).has(ROW_GATHER):
             return False
-        if self.horizon is None:
+        remaining = 0 if self.horizon is None else self.horizon - int(layer.offset)
+        if remaining <= 0:
             return True
-        return nbytes_allocated(after_append(self._layers(steps), self.horizon)) > self.budget
+        return nbytes_allocated(after_append(self._layers(steps), remaining)) > self.budget
 
     def quantize_for_caller(self, steps: StepTracker, layer: KVCache, codec: Codec) -> None:
         assert isinstance(codec, Affine)
@@ -140,20 +142,21 @@ class Controller:
         probe = self.probe(steps)
         capability = packed_attention(codec.bits, codec.group_size)
         if capability not in probe.profile.outcomes:
-            probe = probe_packed(self.models[self._index(steps)], probe, codec)
+            with self._busy():
+                probe = probe_packed(self.models[self._index(steps)], probe, codec)
             self.probes[self._index(steps)] = probe
         outcome = probe.profile.outcome(capability)
         if not outcome.present:
             self.refuse_for_caller(steps, layer, str(outcome.reason))
             return
-        if self._caller is None:
-            self._caller = _CallerConversion(
-                action, Footprint.of(self._objects(steps)), self._unmerged(steps), []
-            )
+        done = self._callers.get(steps)
+        if done is None:
+            done = _CallerConversion(action, Footprint.of(self._objects(steps)), self._unmerged(steps), [])
+            self._callers[steps] = done
         start = time.perf_counter()
         layer.reencode(codec)
-        self._caller.layers.append(layer.name)
-        self._caller.seconds += time.perf_counter() - start
+        done.layers.append(layer.name)
+        done.seconds += time.perf_counter() - start
 
     def refuse_for_caller(self, steps: StepTracker, layer: ManagedLayer, why: str) -> None:
         if (layer.name, why) in self._refused:
@@ -203,8 +206,18 @@ class Controller:
         """What this model can do, found by running it once."""
         index = self._index(steps)
         if index not in self.probes:
-            self.probes[index] = probe_model(self.models[index])
+            with self._busy():
+                self.probes[index] = probe_model(self.models[index])
         return self.probes[index]
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """While the model or its layers are used from here; what is asked for meanwhile waits."""
+        before, self._acting = self._acting, True
+        try:
+            yield
+        finally:
+            self._acting = before
 
     def profile(self, steps: StepTracker) -> BackendProfile:
         return self.probe(steps).profile
@@ -216,9 +229,10 @@ class Controller:
             ActionInfeasibleError: with every reason; the cache is as it was.
         """
         steps = self.trackers[0]
-        if not steps.at_boundary:
+        if self._acting or not steps.at_boundary:
             self._pending.append(action)
             return None
+        self._settle(steps)
         self._require_feasible(steps, action)
         return self._execute(steps, action, "caller", None)
 
@@ -252,11 +266,14 @@ class Controller:
 
     # -- off the hot path -------------------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
-        steps = self.trackers[0]
-        if self._caller is not None:
-            done, self._caller = self._caller, None
+    def _settle(self, touched: StepTracker) -> None:
+        """Write down what the caller converted, and do what was asked for inside a step; ``touched`` is at a boundary."""
+        callers, self._callers = self._callers, {}
+        for steps, done in callers.items():
             self._record_caller(steps, done)
+        steps = self.trackers[0]
+        if touched is not steps and not steps.at_boundary:
+            return
         pending, self._pending = self._pending, []
         for action in pending:
             try:
@@ -265,22 +282,39 @@ class Controller:
             except LuminaError as error:
                 self._warn("pending_action_failed", f"{action}: {error}")
 
-    def _hold_budget(self, steps: StepTracker, tokens: int, trigger: str) -> None:
-        """Predict the bytes after the next step; if they pass the budget, decide and act."""
-        if steps is not self.trackers[0] or self.budget is None or self.policy is None:
-            return
-        layers = self._layers(steps)
-        self._renew_slack(layers, tokens)
-        if nbytes_allocated(after_append(layers, tokens)) <= self._budget_left(steps):
-            return
-        self._acting = True
-        try:
-            self._decide(steps, layers, tokens, trigger)
-        finally:
-            self._acting = False
-        self._renew_slack(self._layers(steps), tokens)
+    def _hold_budget(self, beginning: StepTracker, tokens: int, trigger: str) -> None:
+        """Predict the bytes after a step of ``tokens`` tokens of one of the models; if they pass the budget, decide.
 
-    def _decide(self, steps: StepTracker, layers: tuple[Held, ...], tokens: int, trigger: str) -> None:
+        Only the first model's rows are acted upon, whichever model grows.
+        """
+        steps = self.trackers[0]
+        if self.budget is None or self.policy is None or (beginning is not steps and not steps.at_boundary):
+            return
+        own_tokens = tokens if beginning is steps else 0
+        layers = self._layers(steps)
+        if self._predicted(beginning, tokens) > self.budget:
+            with self._busy():
+                self._decide(steps, layers, own_tokens, trigger, self._left_by_others(beginning, tokens))
+            self._say_if_over(beginning, tokens)
+        self._renew_slack(beginning, tokens)
+
+    def _predicted(self, beginning: StepTracker, tokens: int) -> int:
+        """Allocated bytes of all models after ``beginning`` has done a step of ``tokens`` tokens."""
+        return sum(nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers)
+
+    def _left_by_others(self, beginning: StepTracker, tokens: int) -> int:
+        """The budget less what the draft model will hold by then."""
+        assert self.budget is not None
+        return self.budget - sum(
+            nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers[1:]
+        )
+
+    def _after(self, steps: StepTracker, beginning: StepTracker, tokens: int) -> tuple[Held, ...]:
+        return after_append(self._layers(steps), tokens if steps is beginning else 0)
+
+    def _decide(
+        self, steps: StepTracker, layers: tuple[Held, ...], tokens: int, trigger: str, budget: int
+    ) -> None:
         policy = self.policy
         assert policy is not None
         start = time.perf_counter()
@@ -290,7 +324,7 @@ class Controller:
             phase=steps.phase,
             tokens=tokens,
             layers=layers,
-            budget=self._budget_left(steps),
+            budget=budget,
             available=None if machine is None else machine.memory_available_bytes,
             rows_must_stay=self.speculative,
             evicted_by=self.evicted_by,
@@ -322,7 +356,6 @@ class Controller:
                 self._execute(steps, decision.action, "policy", self._decision)
             except Exception as error:  # generation must not break because an action did
                 self._warn("action_failed", f"{decision.action}: {type(error).__name__}: {error}")
-        self._say_if_over(steps, tokens)
 
     def _ask(self, policy: Policy, state: State, candidates: tuple[Candidate, ...]) -> Decision:
         try:
@@ -332,9 +365,9 @@ class Controller:
             return Decision(Keep(), "the policy raised an exception")
 
     def _execute(self, steps: StepTracker, action: Action, origin: str, decision: int | None) -> Applied:
-        self._acting = True
         try:
-            applied = execute(self._objects(steps), action)
+            with self._busy():
+                applied = execute(self._objects(steps), action)
         except ActionInfeasibleError as error:
             self.log.write(
                 "action.refused",
@@ -345,8 +378,6 @@ class Controller:
                 reasons=[Reason("missing_capability", str(error)).to_record()],
             )
             raise
-        finally:
-            self._acting = False
         for part in action.parts:
             if isinstance(part, Evict) and applied.rows_after < applied.rows_before:
                 self.evicted_by = part.scorer
@@ -370,10 +401,10 @@ class Controller:
         )
         raise ActionInfeasibleError(f"{action} cannot be executed: " + "; ".join(r.text for r in verdict.reasons))
 
-    def _say_if_over(self, steps: StepTracker, tokens: int) -> None:
-        layers = self._layers(steps)
-        predicted = nbytes_allocated(after_append(layers, tokens))
-        if predicted <= self._budget_left(steps):
+    def _say_if_over(self, beginning: StepTracker, tokens: int) -> None:
+        assert self.budget is not None
+        predicted = self._predicted(beginning, tokens)
+        if predicted <= self.budget:
             self._over_budget_said = False
             return
         if not self._over_budget_said:
@@ -381,7 +412,7 @@ class Controller:
             self._warn(
                 "budget_exceeded",
                 f"a step of {tokens} tokens takes {format_bytes(predicted)}, the budget is "
-                f"{format_bytes(self._budget_left(steps))}; rows are brought back under it after the step"
+                f"{format_bytes(self.budget)}; rows are brought back under it after the step"
                 + ("; LuminaCache.recommend_prefill_step() says which chunk fits" if tokens > 1 else ""),
             )
 
@@ -444,23 +475,16 @@ class Controller:
             seconds=done.seconds,
         )
 
-    def _renew_slack(self, layers: tuple[Held, ...], tokens: int) -> None:
-        """Tokens after the coming step for which no buffer grows; until then the bytes cannot change."""
-        after = after_append(layers, tokens)
+    def _renew_slack(self, beginning: StepTracker, tokens: int) -> None:
+        """Tokens after the coming step for which no buffer of any model grows; until then the bytes cannot change."""
         growing = (
             one
-            for one in after
+            for steps in self.trackers
+            for one in self._after(steps, beginning, tokens)
             if one.kind not in ("not_kv", "opaque")
             and not (one.kind == "rotating" and one.capacity >= one.max_size)
         )
-        room = [one.capacity - one.rows for one in growing]
-        self._slack = min(room, default=1 << 30)
-
-    def _budget_left(self, steps: StepTracker) -> int:
-        """The budget less what the other model of a draft pair holds."""
-        assert self.budget is not None
-        others = sum(nbytes_allocated(self._layers(t)) for t in self.trackers if t is not steps)
-        return self.budget - others
+        self._slack = min((one.capacity - one.rows for one in growing), default=1 << 30)
 
     def _index(self, steps: StepTracker) -> int:
         return self.trackers.index(steps)
