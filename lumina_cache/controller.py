@@ -139,13 +139,8 @@ class Controller:
     def quantize_for_caller(self, steps: StepTracker, layer: KVCache, codec: Codec) -> None:
         assert isinstance(codec, Affine)
         action = Quantize("affine", codec.bits, codec.bits, codec.group_size)
-        probe = self.probe(steps)
-        capability = packed_attention(codec.bits, codec.group_size)
-        if capability not in probe.profile.outcomes:
-            with self._busy():
-                probe = probe_packed(self.models[self._index(steps)], probe, codec)
-            self.probes[self._index(steps)] = probe
-        outcome = probe.profile.outcome(capability)
+        self._probe_codec(steps, codec)
+        outcome = self.profile(steps).outcome(packed_attention(codec.bits, codec.group_size))
         if not outcome.present:
             self.refuse_for_caller(steps, layer, str(outcome.reason))
             return
@@ -180,8 +175,13 @@ class Controller:
                 stacklevel=6,
             )
 
+    def rows_replaced(self, steps: StepTracker) -> None:
+        self._slack = -1
+        self._unchecked = self.policy is not None
+
     def tracker_copied(self, old: StepTracker, new: StepTracker) -> None:
         self.trackers.append(new)
+        self.trackers.sort(key=self._index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Controller:
         new = Controller(
@@ -197,7 +197,7 @@ class Controller:
         new.probes = dict(self.probes)
         new.evicted_by = self.evicted_by
         new._phase = self._phase
-        new.log_start(copied_from=self.log.cache_id)
+        new.log_start(copied_from=self.log.cache_id, kinds=self._kinds())
         return new
 
     # -- asked for by the cache -------------------------------------------------------------------------------------
@@ -209,6 +209,14 @@ class Controller:
             with self._busy():
                 self.probes[index] = probe_model(self.models[index])
         return self.probes[index]
+
+    def _probe_codec(self, steps: StepTracker, codec: Affine) -> None:
+        """Make sure that the profile says whether the model reads rows packed like this."""
+        probe = self.probe(steps)
+        if packed_attention(codec.bits, codec.group_size) not in probe.profile.outcomes:
+            index = self._index(steps)
+            with self._busy():
+                self.probes[index] = probe_packed(self.models[index], probe, codec)
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
@@ -236,7 +244,8 @@ class Controller:
         self._require_feasible(steps, action)
         return self._execute(steps, action, "caller", None)
 
-    def log_start(self, copied_from: str | None = None) -> None:
+    def log_start(self, copied_from: str | None = None, kinds: dict[str, int] | None = None) -> None:
+        """Write ``session.started``; ``kinds`` as long as the layers of a copy are not there yet."""
         machine = self.read_machine()
         unknown = {}
         probe = self.probes.get(0)
@@ -254,7 +263,7 @@ class Controller:
                 "model_type": str(getattr(self.models[0], "model_type", "unknown")),
                 "mlx": mlx_version(),
                 "mlx_lm": mlx_lm_version,
-                "kinds": dict(Counter(one.kind for t in self.trackers[:1] for one in self._unmerged(t))),
+                "kinds": self._kinds() if kinds is None else kinds,
                 "draft": self.speculative,
             },
             budget=self.budget,
@@ -263,6 +272,10 @@ class Controller:
             telemetry=None if machine is None else machine.to_record(),
             unknown=unknown,
         )
+
+    def _kinds(self) -> dict[str, int]:
+        """How many entries of each kind the first model's cache has."""
+        return dict(Counter(one.kind for one in self._unmerged(self.trackers[0])))
 
     # -- off the hot path -------------------------------------------------------------------------------------------
 
@@ -386,6 +399,9 @@ class Controller:
         return applied
 
     def _require_feasible(self, steps: StepTracker, action: Action) -> None:
+        for part in action.parts:
+            if isinstance(part, Quantize) and part.codec == "affine" and part.key_bits == part.value_bits:
+                self._probe_codec(steps, Affine(part.key_bits, part.group_size))
         verdict = classify(
             [action], self.profile(steps), self._layers(steps), rows_must_stay=self.speculative
         )[0]
@@ -487,7 +503,7 @@ class Controller:
         self._slack = min((one.capacity - one.rows for one in growing), default=1 << 30)
 
     def _index(self, steps: StepTracker) -> int:
-        return self.trackers.index(steps)
+        return 0 if steps.name == "model" else 1
 
     def _objects(self, steps: StepTracker) -> list[Any]:
         """Every cache object of the model, lists of caches taken apart."""
@@ -500,7 +516,17 @@ class Controller:
         return held_all(self._objects(steps))
 
     def _layers(self, steps: StepTracker) -> tuple[Held, ...]:
-        return merge_equal(self._unmerged(steps))
+        layers = self._unmerged(steps)
+        probe = self.probes.get(self._index(steps))
+        if probe is not None and len(probe.layers) == len(layers):
+            # Before its first row a layer does not know how wide its rows will be; the probe does.
+            layers = tuple(
+                replace(one, key_width=like.key_width, value_width=like.value_width, itemsize=like.itemsize)
+                if one.key_width == 0 and one.kind == like.kind
+                else one
+                for one, like in zip(layers, probe.layers, strict=True)
+            )
+        return merge_equal(layers)
 
 
 def smallest_budget(probe: ModelProbe) -> int:

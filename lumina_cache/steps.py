@@ -41,6 +41,9 @@ class StepListener(Protocol):
     def refuse_for_caller(self, steps: StepTracker, layer: ManagedLayer, why: str) -> None:
         """mlx-lm's user gave ``kv_bits`` and this layer cannot follow: say so once."""
 
+    def rows_replaced(self, steps: StepTracker) -> None:
+        """Rows were put in from outside; what was known of their number is void."""
+
     def tracker_copied(self, old: StepTracker, new: StepTracker) -> None:
         """``new`` is this listener's copy's tracker for what ``old`` follows here."""
 
@@ -105,6 +108,8 @@ class StepTracker:
 
     def detach(self, layer: ManagedLayer) -> None:
         """Forget a layer that was replaced in its list."""
+        if layer._steps is not self:
+            return
         layer._steps = None
         self._layers = [ref for ref in self._layers if ref() is not layer]
         self._expected -= layer.holds_rows
@@ -195,6 +200,11 @@ class StepTracker:
             self._open = True
             if self.listener is not None:
                 self.listener.touched(self)
+
+    def on_replaced(self) -> None:
+        """A layer's state was set from outside."""
+        if self.listener is not None:
+            self.listener.rows_replaced(self)
 
     def on_touch(self) -> None:
         """Something outside the model reads or changes the cache."""

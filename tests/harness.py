@@ -136,7 +136,9 @@ def feed(model: Any, cache: Any, ids: mx.array, steps: Sequence[int], start: int
         if end - begin > 1:
             settle(cache)
         out.append(logits)
-    return mx.concatenate(out, axis=1)
+    joined = mx.concatenate(out, axis=1)
+    mx.eval(joined)  # in this thread
+    return joined
 
 
 def greedy(

@@ -94,7 +94,8 @@ def probe_model(model: Any, bits: Iterable[int] = (8, 4)) -> ModelProbe:
 
 def probe_packed(model: Any, probe: ModelProbe, codec: Affine) -> ModelProbe:
     """The same probe with the outcome for one more packed layout."""
-    outcome = _try(lambda: _with_packed_rows(model, codec))
+    keys = probe.profile.outcome(KEYS)
+    outcome = _try(lambda: _with_packed_rows(model, codec)) if keys.present else keys
     capability = packed_attention(codec.bits, codec.group_size)
     profile = replace(probe.profile, outcomes={**probe.profile.outcomes, capability: outcome})
     return replace(probe, profile=profile)
