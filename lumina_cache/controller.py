@@ -22,7 +22,7 @@ from .backend.feasibility import Reason, classify
 from .backend.interface import mlx_lm_version, mlx_version
 from .backend.probe import ModelProbe, probe_model, probe_packed
 from .budget import format_bytes
-from .codecs import Affine, Codec
+from .codecs import Affine
 from .errors import ActionInfeasibleError, BudgetError, LuminaError, LuminaWarning
 from .estimate import Held, after_action, after_append, merge_equal, nbytes_allocated, nbytes_live
 from .layers import KVCache, ManagedLayer, RotatingKVCache
@@ -136,13 +136,12 @@ class Controller:
             return True
         return nbytes_allocated(after_append(self._layers(steps), remaining)) > self.budget
 
-    def quantize_for_caller(self, steps: StepTracker, layer: KVCache, codec: Codec) -> None:
-        assert isinstance(codec, Affine)
+    def quantize_for_caller(self, steps: StepTracker, layer: KVCache, codec: Affine) -> None:
         action = Quantize("affine", codec.bits, codec.bits, codec.group_size)
         self._probe_codec(steps, codec)
         outcome = self.profile(steps).outcome(packed_attention(codec.bits, codec.group_size))
         if not outcome.present:
-            self.refuse_for_caller(steps, layer, str(outcome.reason))
+            self.refuse_for_caller(steps, layer, codec, str(outcome.reason))
             return
         done = self._callers.get(steps)
         if done is None:
@@ -153,7 +152,7 @@ class Controller:
         done.layers.append(layer.name)
         done.seconds += time.perf_counter() - start
 
-    def refuse_for_caller(self, steps: StepTracker, layer: ManagedLayer, why: str) -> None:
+    def refuse_for_caller(self, steps: StepTracker, layer: ManagedLayer, codec: Affine, why: str) -> None:
         if (layer.name, why) in self._refused:
             return
         first = not self._refused
@@ -161,7 +160,7 @@ class Controller:
         reason = Reason("missing_capability", why)
         self.log.write(
             "action.refused",
-            action="quant:affine",
+            action=str(Quantize("affine", codec.bits, codec.bits, codec.group_size)),
             origin="kv_bits",
             execution_state="backend_infeasible",
             layers=[layer.name],
@@ -170,6 +169,7 @@ class Controller:
         if first:
             warnings.warn(
                 f"kv_bits: {layer.name} ({type(layer).__name__}) stays dense: {why}. "
+                "Other layers that stay dense are in the log. "
                 "Drop kv_bits and give LuminaCache a budget to let it choose what this model can do",
                 LuminaWarning,
                 stacklevel=6,

@@ -406,7 +406,7 @@ class RotatingKVCache(_RowLayer, stock.RotatingKVCache):  # type: ignore[misc]
         """mlx-lm cannot pack a ring of rows: the window stays dense, and a warning says so once."""
         if self._steps is None:
             raise NotImplementedError(f"{self.name}: mlx-lm cannot pack a sliding window; leave it dense")
-        self._steps.refuse_for_caller(self, "mlx-lm cannot pack a sliding window")
+        self._steps.refuse_for_caller(self, Affine(bits, group_size), "mlx-lm cannot pack a sliding window")
         return self
 
     def size(self) -> int:
@@ -567,13 +567,25 @@ class CacheList(ManagedLayer, stock.CacheList):  # type: ignore[misc]
         return any(c.changed for c in self.caches)
 
     @property
+    def offset(self) -> int:
+        """Most tokens that any of the caches has seen."""
+        return max((int(getattr(c, "offset", 0)) for c in self.caches), default=0)
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> CacheList:
+        """As for the caches inside; mlx-lm's own class has no such method, and passes over them without a word."""
+        for child in self.caches:
+            if hasattr(child, "to_quantized"):
+                child.to_quantized(group_size=group_size, bits=bits)
+        return self
+
+    @property
     def trimmable(self) -> bool:
         return all(c.is_trimmable() for c in self.caches)
 
     def trim(self, n: int) -> int:
         """As :meth:`ManagedLayer.trim`: every leaf does exactly ``n``, or none does anything."""
         self._touch()
-        n = min(max(int(n), 0), max((int(c.offset) for c in self.caches), default=0))
+        n = min(max(int(n), 0), self.offset)
         if n == 0 or not self.is_trimmable() or not all(c.can_trim(n) for c in self.caches):
             return 0
         done = {c.trim(n) for c in self.caches}
