@@ -106,7 +106,6 @@ UNPACKABLE = {
     "gpt_oss": "attention sinks",
     "kimi_linear": "latent attention",
     "longcat_flash": "latent attention",
-    "minicpm3": "no group size divides its head dims",
     "plamo2": "attention by hand",
 }
 

@@ -506,7 +506,7 @@ def test_a_group_size_nobody_probed_yet_is_probed_when_asked_for(tiny: Any) -> N
     want = feed(model, copy.deepcopy(cache), ids, [1, 3], start=20)
     applied = cache.apply("quant:affine,bits=6,group=32")
     assert applied is not None
-    assert_close(feed(model, cache, ids, [1, 3], start=20), want, 0.1)
+    assert_close(feed(model, cache, ids, [1, 3], start=20), want, 0.2)
 
 
 def test_changed_layers_cannot_join_a_batch_and_plain_ones_can(tiny: Any) -> None:
