@@ -16,7 +16,7 @@ from .estimate import Held, after_action, nbytes_allocated, nbytes_live
 from .layers import ArraysCache, KVCache, ManagedLayer, RotatingKVCache
 from .scorers import SCORERS
 
-__all__ = ["Applied", "Footprint", "execute", "held", "held_all", "not_built"]
+__all__ = ["Applied", "Footprint", "execute", "held", "held_all", "not_built", "opaque_nbytes"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def held(layer: Any) -> Held:
     if isinstance(layer, ArraysCache):
         return Held(name, "not_kv", fixed_nbytes=layer.nbytes_allocated, index=layer.index)
     if not isinstance(layer, ManagedLayer):
-        return Held(name, "opaque", fixed_nbytes=_opaque_nbytes(layer))
+        return Held(name, "opaque", fixed_nbytes=opaque_nbytes(layer))
     if layer.keys is None:
         return Held(
             name, layer.kind, max_size=getattr(layer, "max_size", 0), offset=layer.offset, index=layer.index
@@ -188,7 +188,7 @@ def _width(rows: mx.array) -> int:
     return int(batch * heads * dim)
 
 
-def _opaque_nbytes(entry: Any) -> int:
+def opaque_nbytes(entry: Any) -> int:
     """What a cache object of an unknown class says of its own size; 0 only where it says so or cannot."""
     try:
         return int(entry.nbytes)

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 
 from .actions import Action, parse_action
-from .apply import Applied, Footprint, held_all
+from .apply import Applied, Footprint, held_all, opaque_nbytes
 from .audit import AuditLog
 from .backend.interface import check_interface
 from .budget import format_bytes, parse_bytes
@@ -21,7 +21,7 @@ from .controller import Controller, smallest_budget
 from .errors import BudgetError, UnsupportedCacheError
 from .estimate import Held, after_append, merge_equal, nbytes_allocated
 from .export import to_mlx
-from .layers import ManagedLayer, adopt, leaves
+from .layers import ManagedLayer, adopt, leaves, managed
 from .policy import LeastLoss, Policy
 from .steps import StepTracker
 from .telemetry import Snapshot, read_once
@@ -86,8 +86,9 @@ class LuminaCache(list[Any]):
         log: path of the audit log, True for a new file in the user's state directory, None to keep the last 1,000
             records in memory only (:attr:`log` ``.records``).
         draft_model: for speculative decoding, the draft model; the joint cache is then what mlx-lm expects.
-        horizon: how many more tokens the caller expects; None if not known. Used to say early whether rows may have to
-            be evicted (or a sliding window may wrap), which speculative decoding and prefix reuse need to know.
+        horizon: how many tokens the caller expects this cache to see in all (prompt, generated and drafted ones); None
+            if not known. Used to say early whether rows may have to be evicted (or a sliding window may wrap), which
+            speculative decoding and prefix reuse need to know.
 
     Raises:
         BackendInterfaceError: the installed mlx-lm is not one whose interface is known.
@@ -153,7 +154,9 @@ class LuminaCache(list[Any]):
     @property
     def nbytes(self) -> int:
         """Bytes allocated for all entries, growth slack included."""
-        return sum(int(entry.nbytes) for entry in self)
+        return sum(
+            int(entry.nbytes) if isinstance(entry, ManagedLayer) else opaque_nbytes(entry) for entry in self
+        )
 
     def observe(self) -> CacheView:
         """Phase, rows, offsets and bytes as they are now; no array is read and nothing is evaluated."""
@@ -238,10 +241,25 @@ class LuminaCache(list[Any]):
     # -- what a list does -------------------------------------------------------------------------------------------
 
     def __add__(self, other: list[Any]) -> list[Any]:
-        if isinstance(other, LuminaCache):
-            # Two caches are joined for speculative decoding only, so tokens will be taken back in both.
-            self._control.speculative = other._control.speculative = True
+        self._note_joined(other)
         return [*self, *other]
+
+    def __iadd__(self, other: Iterable[Any]) -> LuminaCache:
+        """Append a draft model's cache; its entries are used as they are, unmanaged and not counted in the budget."""
+        other = list(other)
+        self._note_joined(other)
+        self.extend(other)
+        return self
+
+    def _note_joined(self, other: list[Any]) -> None:
+        """Two caches are joined for speculative decoding only, so tokens will be taken back in both.
+
+        (Models with more layers than entries pad their cache with None.)
+        """
+        if any(entry is not None for entry in other):
+            self._control.speculative = True
+        if isinstance(other, LuminaCache):
+            other._control.speculative = True
 
     @overload
     def __setitem__(self, index: SupportsIndex, value: Any) -> None: ...
@@ -263,15 +281,21 @@ class LuminaCache(list[Any]):
         if value is old:
             return
         draft = index >= self._split
+        if draft and len(self._control.trackers) == 1:  # joined afterwards, and not managed
+            super().__setitem__(index, value)
+            return
         steps = self._control.trackers[draft]
         name = f"draft layer {index - self._split}" if draft else f"layer {index}"
-        for leaf in [old, *leaves([old])]:
-            if isinstance(leaf, ManagedLayer):
-                steps.detach(leaf)
         super().__setitem__(index, adopt(value, steps, name))
+        if all(entry is not old for entry in self):
+            for layer in managed(old):
+                steps.detach(layer)
         self._note_entries()
+        self._control.rows_replaced(steps)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LuminaCache:
+        for steps in self._control.trackers:
+            steps.on_touch()
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new._control = copy.deepcopy(self._control, memo)
@@ -344,7 +368,7 @@ def _reader(telemetry: Telemetry | bool | None) -> Callable[[], Snapshot | None]
 def _live(leaf: Any) -> int:
     if isinstance(leaf, ManagedLayer):
         return leaf.nbytes_live
-    return int(getattr(leaf, "nbytes", 0))
+    return opaque_nbytes(leaf)
 
 
 def _emptied(held: Held) -> Held:

@@ -6,7 +6,8 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from .backend.feasibility import Reason, classify
 from .backend.interface import mlx_lm_version, mlx_version
 from .backend.probe import ModelProbe, probe_model, probe_packed
 from .budget import format_bytes
-from .codecs import Affine, Codec
+from .codecs import Affine
 from .errors import ActionInfeasibleError, BudgetError, LuminaError, LuminaWarning
 from .estimate import Held, after_action, after_append, merge_equal, nbytes_allocated, nbytes_live
 from .fingerprint import remembered_fingerprint
@@ -81,7 +82,7 @@ class Controller:
         self._acting = False
         self._decision = 0
         self._phase: str | None = None
-        self._caller: _CallerConversion | None = None
+        self._callers: dict[StepTracker, _CallerConversion] = {}
         self._refused: set[tuple[str, str]] = set()
         self._over_budget_said = False
         self._machine_seen: tuple[object, ...] | None = None
@@ -90,10 +91,9 @@ class Controller:
     # -- StepListener: the hot path ---------------------------------------------------------------------------------
 
     def step_begins(self, steps: StepTracker, tokens: int) -> None:
-        log = self.log
-        log.count_step(tokens)
-        if self._pending or self._caller is not None:
-            self._settle()
+        self.log.count_step(tokens)
+        if self._pending or self._callers:
+            self._settle(steps)
         if self.policy is not None:
             self._slack -= tokens
             if tokens > 1 or self._slack < 0 or self._unchecked:
@@ -116,8 +116,8 @@ class Controller:
     def touched(self, steps: StepTracker) -> None:
         if self._acting:
             return
-        if self._pending or self._caller is not None:
-            self._settle()
+        if self._pending or self._callers:
+            self._settle(steps)
         if self._unchecked:
             self._unchecked = False
             self._hold_budget(steps, 1, "after_chunk")
@@ -126,40 +126,35 @@ class Controller:
 
     def rows_may_go(self, steps: StepTracker, layer: ManagedLayer) -> bool:
         if isinstance(layer, RotatingKVCache):
-            # Speculation takes rows back, and a window that has wrapped cannot give back what it overwrote.
-            return self.speculative and (
-                self.horizon is None or layer.offset + self.horizon >= layer.max_size
-            )
+            # Speculation takes rows back, and a window that has wrapped cannot give back what it overwrote. The answer
+            # may not change on the way: mlx-lm asks at the start and goes on when a later attempt is refused.
+            return self.speculative and (self.horizon is None or self.horizon >= layer.max_size)
         if self.policy is None or self.budget is None or self.speculative or layer.kind != "kv":
             return False
         if not self.profile(steps).has(ROW_GATHER):
             return False
-        if self.horizon is None:
+        remaining = 0 if self.horizon is None else self.horizon - int(layer.offset)
+        if remaining <= 0:
             return True
-        return nbytes_allocated(after_append(self._layers(steps), self.horizon)) > self.budget
+        return nbytes_allocated(after_append(self._layers(steps), remaining)) > self.budget
 
-    def quantize_for_caller(self, steps: StepTracker, layer: KVCache, codec: Codec) -> None:
-        assert isinstance(codec, Affine)
+    def quantize_for_caller(self, steps: StepTracker, layer: KVCache, codec: Affine) -> None:
         action = Quantize("affine", codec.bits, codec.bits, codec.group_size)
-        probe = self.probe(steps)
-        capability = packed_attention(codec.bits, codec.group_size)
-        if capability not in probe.profile.outcomes:
-            probe = probe_packed(self.models[self._index(steps)], probe, codec)
-            self.probes[self._index(steps)] = probe
-        outcome = probe.profile.outcome(capability)
+        self._probe_codec(steps, codec)
+        outcome = self.profile(steps).outcome(packed_attention(codec.bits, codec.group_size))
         if not outcome.present:
-            self.refuse_for_caller(steps, layer, str(outcome.reason))
+            self.refuse_for_caller(steps, layer, codec, str(outcome.reason))
             return
-        if self._caller is None:
-            self._caller = _CallerConversion(
-                action, Footprint.of(self._objects(steps)), self._unmerged(steps), []
-            )
+        done = self._callers.get(steps)
+        if done is None:
+            done = _CallerConversion(action, Footprint.of(self._objects(steps)), self._unmerged(steps), [])
+            self._callers[steps] = done
         start = time.perf_counter()
         layer.reencode(codec)
-        self._caller.layers.append(layer.name)
-        self._caller.seconds += time.perf_counter() - start
+        done.layers.append(layer.name)
+        done.seconds += time.perf_counter() - start
 
-    def refuse_for_caller(self, steps: StepTracker, layer: ManagedLayer, why: str) -> None:
+    def refuse_for_caller(self, steps: StepTracker, layer: ManagedLayer, codec: Affine, why: str) -> None:
         if (layer.name, why) in self._refused:
             return
         first = not self._refused
@@ -167,7 +162,7 @@ class Controller:
         reason = Reason("missing_capability", why)
         self.log.write(
             "action.refused",
-            action="quant:affine",
+            action=str(Quantize("affine", codec.bits, codec.bits, codec.group_size)),
             origin="kv_bits",
             execution_state="backend_infeasible",
             layers=[layer.name],
@@ -176,13 +171,19 @@ class Controller:
         if first:
             warnings.warn(
                 f"kv_bits: {layer.name} ({type(layer).__name__}) stays dense: {why}. "
+                "Other layers that stay dense are in the log. "
                 "Drop kv_bits and give LuminaCache a budget to let it choose what this model can do",
                 LuminaWarning,
                 stacklevel=6,
             )
 
+    def rows_replaced(self, steps: StepTracker) -> None:
+        self._slack = -1
+        self._unchecked = self.policy is not None
+
     def tracker_copied(self, old: StepTracker, new: StepTracker) -> None:
         self.trackers.append(new)
+        self.trackers.sort(key=self._index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Controller:
         new = Controller(
@@ -198,7 +199,7 @@ class Controller:
         new.probes = dict(self.probes)
         new.evicted_by = self.evicted_by
         new._phase = self._phase
-        new.log_start(copied_from=self.log.cache_id)
+        new.log_start(parent=self)
         return new
 
     # -- asked for by the cache -------------------------------------------------------------------------------------
@@ -207,8 +208,26 @@ class Controller:
         """What this model can do, found by running it once."""
         index = self._index(steps)
         if index not in self.probes:
-            self.probes[index] = probe_model(self.models[index])
+            with self._busy():
+                self.probes[index] = probe_model(self.models[index])
         return self.probes[index]
+
+    def _probe_codec(self, steps: StepTracker, codec: Affine) -> None:
+        """Make sure that the profile says whether the model reads rows packed like this."""
+        probe = self.probe(steps)
+        if packed_attention(codec.bits, codec.group_size) not in probe.profile.outcomes:
+            index = self._index(steps)
+            with self._busy():
+                self.probes[index] = probe_packed(self.models[index], probe, codec)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """While the model or its layers are used from here; what is asked for meanwhile waits."""
+        before, self._acting = self._acting, True
+        try:
+            yield
+        finally:
+            self._acting = before
 
     def profile(self, steps: StepTracker) -> BackendProfile:
         return self.probe(steps).profile
@@ -220,13 +239,17 @@ class Controller:
             ActionInfeasibleError: with every reason; the cache is as it was.
         """
         steps = self.trackers[0]
-        if not steps.at_boundary:
+        if self._acting or not steps.at_boundary:
             self._pending.append(action)
             return None
+        self._settle(steps)
         self._require_feasible(steps, action)
         return self._execute(steps, action, "caller", None)
 
-    def log_start(self, copied_from: str | None = None) -> None:
+    def log_start(self, parent: Controller | None = None) -> None:
+        """Write ``session.started``; a copy, whose layers are not there yet, describes its parent's."""
+        described = self if parent is None else parent
+        layers = described._unmerged(described.trackers[0])
         machine = self.read_machine()
         self._machine_seen = _signs(machine)
         unknown: dict[str, str] = {}
@@ -244,15 +267,15 @@ class Controller:
             model={
                 "model_type": str(getattr(self.models[0], "model_type", "unknown")),
                 "fingerprint": self._fingerprint(unknown),
-                "layers": _shapes(self._unmerged(self.trackers[0]) if probe is None else probe.layers),
+                "layers": _shapes(layers if probe is None else probe.layers),
                 "mlx": mlx_version(),
                 "mlx_lm": mlx_lm_version,
-                "kinds": dict(Counter(one.kind for t in self.trackers[:1] for one in self._unmerged(t))),
+                "kinds": dict(Counter(one.kind for one in layers)),
                 "draft": self.speculative,
             },
             budget=self.budget,
             policy=None if self.policy is None else self.policy.name,
-            copied_from=copied_from,
+            copied_from=None if parent is None else parent.log.cache_id,
             telemetry=None if machine is None else machine.to_record(),
             unknown=unknown,
         )
@@ -270,11 +293,14 @@ class Controller:
 
     # -- off the hot path -------------------------------------------------------------------------------------------
 
-    def _settle(self) -> None:
-        steps = self.trackers[0]
-        if self._caller is not None:
-            done, self._caller = self._caller, None
+    def _settle(self, touched: StepTracker) -> None:
+        """Write down what the caller converted, and do what was asked for inside a step; ``touched`` is at a boundary."""
+        callers, self._callers = self._callers, {}
+        for steps, done in callers.items():
             self._record_caller(steps, done)
+        steps = self.trackers[0]
+        if touched is not steps and not steps.at_boundary:
+            return
         pending, self._pending = self._pending, []
         for action in pending:
             try:
@@ -283,22 +309,39 @@ class Controller:
             except LuminaError as error:
                 self._warn("pending_action_failed", f"{action}: {error}")
 
-    def _hold_budget(self, steps: StepTracker, tokens: int, trigger: str) -> None:
-        """Predict the bytes after the next step; if they pass the budget, decide and act."""
-        if steps is not self.trackers[0] or self.budget is None or self.policy is None:
-            return
-        layers = self._layers(steps)
-        self._renew_slack(layers, tokens)
-        if nbytes_allocated(after_append(layers, tokens)) <= self._budget_left(steps):
-            return
-        self._acting = True
-        try:
-            self._decide(steps, layers, tokens, trigger)
-        finally:
-            self._acting = False
-        self._renew_slack(self._layers(steps), tokens)
+    def _hold_budget(self, beginning: StepTracker, tokens: int, trigger: str) -> None:
+        """Predict the bytes after a step of ``tokens`` tokens of one of the models; if they pass the budget, decide.
 
-    def _decide(self, steps: StepTracker, layers: tuple[Held, ...], tokens: int, trigger: str) -> None:
+        Only the first model's rows are acted upon, whichever model grows.
+        """
+        steps = self.trackers[0]
+        if self.budget is None or self.policy is None or (beginning is not steps and not steps.at_boundary):
+            return
+        own_tokens = tokens if beginning is steps else 0
+        layers = self._layers(steps)
+        if self._predicted(beginning, tokens) > self.budget:
+            with self._busy():
+                self._decide(steps, layers, own_tokens, trigger, self._left_by_others(beginning, tokens))
+            self._say_if_over(beginning, tokens)
+        self._renew_slack(beginning, tokens)
+
+    def _predicted(self, beginning: StepTracker, tokens: int) -> int:
+        """Allocated bytes of all models after ``beginning`` has done a step of ``tokens`` tokens."""
+        return sum(nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers)
+
+    def _left_by_others(self, beginning: StepTracker, tokens: int) -> int:
+        """The budget less what the draft model will hold by then."""
+        assert self.budget is not None
+        return self.budget - sum(
+            nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers[1:]
+        )
+
+    def _after(self, steps: StepTracker, beginning: StepTracker, tokens: int) -> tuple[Held, ...]:
+        return after_append(self._layers(steps), tokens if steps is beginning else 0)
+
+    def _decide(
+        self, steps: StepTracker, layers: tuple[Held, ...], tokens: int, trigger: str, budget: int
+    ) -> None:
         policy = self.policy
         assert policy is not None
         start = time.perf_counter()
@@ -308,7 +351,7 @@ class Controller:
             phase=steps.phase,
             tokens=tokens,
             layers=layers,
-            budget=self._budget_left(steps),
+            budget=budget,
             available=None if machine is None else machine.memory_available_bytes,
             rows_must_stay=self.speculative,
             evicted_by=self.evicted_by,
@@ -340,7 +383,6 @@ class Controller:
                 self._execute(steps, decision.action, "policy", self._decision)
             except Exception as error:  # generation must not break because an action did
                 self._warn("action_failed", f"{decision.action}: {type(error).__name__}: {error}")
-        self._say_if_over(steps, tokens)
 
     def _look_at_machine(self) -> Snapshot | None:
         """The latest snapshot; written to the log when one of the signs that decisions turn on has changed."""
@@ -361,9 +403,9 @@ class Controller:
             return Decision(Keep(), "the policy raised an exception")
 
     def _execute(self, steps: StepTracker, action: Action, origin: str, decision: int | None) -> Applied:
-        self._acting = True
         try:
-            applied = execute(self._objects(steps), action)
+            with self._busy():
+                applied = execute(self._objects(steps), action)
         except ActionInfeasibleError as error:
             self.log.write(
                 "action.refused",
@@ -374,8 +416,6 @@ class Controller:
                 reasons=[Reason("missing_capability", str(error)).to_record()],
             )
             raise
-        finally:
-            self._acting = False
         for part in action.parts:
             if isinstance(part, Evict) and applied.rows_after < applied.rows_before:
                 self.evicted_by = part.scorer
@@ -384,6 +424,9 @@ class Controller:
         return applied
 
     def _require_feasible(self, steps: StepTracker, action: Action) -> None:
+        for part in action.parts:
+            if isinstance(part, Quantize) and part.codec == "affine" and part.key_bits == part.value_bits:
+                self._probe_codec(steps, Affine(part.key_bits, part.group_size))
         verdict = classify(
             [action], self.profile(steps), self._layers(steps), rows_must_stay=self.speculative
         )[0]
@@ -401,10 +444,10 @@ class Controller:
             f"{action} cannot be executed: " + "; ".join(r.text for r in verdict.reasons)
         )
 
-    def _say_if_over(self, steps: StepTracker, tokens: int) -> None:
-        layers = self._layers(steps)
-        predicted = nbytes_allocated(after_append(layers, tokens))
-        if predicted <= self._budget_left(steps):
+    def _say_if_over(self, beginning: StepTracker, tokens: int) -> None:
+        assert self.budget is not None
+        predicted = self._predicted(beginning, tokens)
+        if predicted <= self.budget:
             self._over_budget_said = False
             return
         if not self._over_budget_said:
@@ -412,7 +455,7 @@ class Controller:
             self._warn(
                 "budget_exceeded",
                 f"a step of {tokens} tokens takes {format_bytes(predicted)}, the budget is "
-                f"{format_bytes(self._budget_left(steps))}; rows are brought back under it after the step"
+                f"{format_bytes(self.budget)}; rows are brought back under it after the step"
                 + ("; LuminaCache.recommend_prefill_step() says which chunk fits" if tokens > 1 else ""),
             )
 
@@ -477,26 +520,19 @@ class Controller:
             seconds=done.seconds,
         )
 
-    def _renew_slack(self, layers: tuple[Held, ...], tokens: int) -> None:
-        """Tokens after the coming step for which no buffer grows; until then the bytes cannot change."""
-        after = after_append(layers, tokens)
+    def _renew_slack(self, beginning: StepTracker, tokens: int) -> None:
+        """Tokens after the coming step for which no buffer of any model grows; until then the bytes cannot change."""
         growing = (
             one
-            for one in after
+            for steps in self.trackers
+            for one in self._after(steps, beginning, tokens)
             if one.kind not in ("not_kv", "opaque")
             and not (one.kind == "rotating" and one.capacity >= one.max_size)
         )
-        room = [one.capacity - one.rows for one in growing]
-        self._slack = min(room, default=1 << 30)
-
-    def _budget_left(self, steps: StepTracker) -> int:
-        """The budget less what the other model of a draft pair holds."""
-        assert self.budget is not None
-        others = sum(nbytes_allocated(self._layers(t)) for t in self.trackers if t is not steps)
-        return self.budget - others
+        self._slack = min((one.capacity - one.rows for one in growing), default=1 << 30)
 
     def _index(self, steps: StepTracker) -> int:
-        return self.trackers.index(steps)
+        return 0 if steps.name == "model" else 1
 
     def _objects(self, steps: StepTracker) -> list[Any]:
         """Every cache object of the model, lists of caches taken apart."""
@@ -509,7 +545,17 @@ class Controller:
         return held_all(self._objects(steps))
 
     def _layers(self, steps: StepTracker) -> tuple[Held, ...]:
-        return merge_equal(self._unmerged(steps))
+        layers = self._unmerged(steps)
+        probe = self.probes.get(self._index(steps))
+        if probe is not None and len(probe.layers) == len(layers):
+            # Before its first row a layer does not know how wide its rows will be; the probe does.
+            layers = tuple(
+                replace(one, key_width=like.key_width, value_width=like.value_width, itemsize=like.itemsize)
+                if one.key_width == 0 and one.kind == like.kind
+                else one
+                for one, like in zip(layers, probe.layers, strict=True)
+            )
+        return merge_equal(layers)
 
 
 def _shapes(layers: tuple[Held, ...]) -> list[dict[str, int | str]]:

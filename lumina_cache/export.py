@@ -30,6 +30,7 @@ def to_mlx(entry: Any, *, decode: bool = False) -> Any:
         return stock.CacheList(*(to_mlx(child, decode=decode) for child in entry.caches))
     if not isinstance(entry, ManagedLayer):
         return copy.deepcopy(entry)
+    entry._touch()
     if not (isinstance(entry, KVCache) and entry.changed):
         plain = getattr(stock, type(entry).__name__)
         return plain.from_state(copy.deepcopy(entry.state))
@@ -37,7 +38,6 @@ def to_mlx(entry: Any, *, decode: bool = False) -> Any:
 
 
 def _changed(layer: KVCache, decode: bool) -> Any:
-    layer._touch()
     codec, rows = layer.codec, layer.rows
     packed = isinstance(codec, Affine)
     if packed and layer.evicted and not decode:

@@ -37,6 +37,7 @@ __all__ = [
     "Storage",
     "adopt",
     "leaves",
+    "managed",
 ]
 
 
@@ -150,6 +151,11 @@ class ManagedLayer:
     def _touch(self) -> None:
         if self._steps is not None:
             self._steps.on_touch()
+
+    def _replaced(self) -> None:
+        """The layer's rows were set from outside."""
+        if self._steps is not None:
+            self._steps.on_replaced()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._touch()
@@ -376,6 +382,7 @@ class KVCache(_RowLayer, stock.KVCache):  # type: ignore[misc]
         kept = storage.positions if storage else None
         self._kept = None if kept is None else np.array(kept, dtype=np.int32)
         self._dropped = 0 if kept is None else self.offset - len(kept)
+        self._replaced()
 
     @classmethod
     def merge(cls, caches: list[Any]) -> Any:
@@ -406,8 +413,12 @@ class RotatingKVCache(_RowLayer, stock.RotatingKVCache):  # type: ignore[misc]
         """mlx-lm cannot pack a ring of rows: the window stays dense, and a warning says so once."""
         if self._steps is None:
             raise NotImplementedError(f"{self.name}: mlx-lm cannot pack a sliding window; leave it dense")
-        self._steps.refuse_for_caller(self, "mlx-lm cannot pack a sliding window")
+        self._steps.refuse_for_caller(self, Affine(bits, group_size), "mlx-lm cannot pack a sliding window")
         return self
+
+    def size(self) -> int:
+        # Not the rows held: merging into a batch takes this many of the newest.
+        return stock.RotatingKVCache.size(self)  # type: ignore[no-any-return]
 
     @property
     def trimmable(self) -> bool:
@@ -428,6 +439,7 @@ class RotatingKVCache(_RowLayer, stock.RotatingKVCache):  # type: ignore[misc]
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:
         self.keys, self.values, self.offset, self.keep, self.max_size, self._idx = value
+        self._replaced()
 
 
 class ChunkedKVCache(_RowLayer, stock.ChunkedKVCache):  # type: ignore[misc]
@@ -447,6 +459,7 @@ class ChunkedKVCache(_RowLayer, stock.ChunkedKVCache):  # type: ignore[misc]
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:
         self.keys, self.values, self.offset, self.chunk_size, self.start_position = value
+        self._replaced()
 
 
 class ConcatenateKVCache(_RowLayer, stock.ConcatenateKVCache):  # type: ignore[misc]
@@ -476,7 +489,8 @@ class ConcatenateKVCache(_RowLayer, stock.ConcatenateKVCache):  # type: ignore[m
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:
         self.keys, self.values = value
-        self.offset = self.keys.shape[-2]
+        self.offset = 0 if self.keys is None else self.keys.shape[-2]
+        self._replaced()
 
 
 class QuantizedKVCache(_RowLayer, stock.QuantizedKVCache):  # type: ignore[misc]
@@ -505,6 +519,7 @@ class QuantizedKVCache(_RowLayer, stock.QuantizedKVCache):  # type: ignore[misc]
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:
         self.keys, self.values, self.offset, self.group_size, self.bits = value
+        self._replaced()
 
 
 class ArraysCache(ManagedLayer, stock.ArraysCache):  # type: ignore[misc]
@@ -534,6 +549,7 @@ class ArraysCache(ManagedLayer, stock.ArraysCache):  # type: ignore[misc]
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:
         self.cache, self.left_padding, self.lengths = value
+        self._replaced()
 
 
 class CacheList(ManagedLayer, stock.CacheList):  # type: ignore[misc]
@@ -559,13 +575,25 @@ class CacheList(ManagedLayer, stock.CacheList):  # type: ignore[misc]
         return any(c.changed for c in self.caches)
 
     @property
+    def offset(self) -> int:
+        """Most tokens that any of the caches has seen."""
+        return max((int(getattr(c, "offset", 0)) for c in self.caches), default=0)
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> CacheList:
+        """As for the caches inside; mlx-lm's own class has no such method, and passes over them without a word."""
+        for child in self.caches:
+            if hasattr(child, "to_quantized"):
+                child.to_quantized(group_size=group_size, bits=bits)
+        return self
+
+    @property
     def trimmable(self) -> bool:
         return all(c.is_trimmable() for c in self.caches)
 
     def trim(self, n: int) -> int:
         """As :meth:`ManagedLayer.trim`: every leaf does exactly ``n``, or none does anything."""
         self._touch()
-        n = min(max(int(n), 0), max((int(c.offset) for c in self.caches), default=0))
+        n = min(max(int(n), 0), self.offset)
         if n == 0 or not self.is_trimmable() or not all(c.can_trim(n) for c in self.caches):
             return 0
         done = {c.trim(n) for c in self.caches}
@@ -617,7 +645,11 @@ def adopt(entry: Any, steps: StepTracker, name: str) -> Any:
         UnsupportedCacheError: for batched caches, whose offsets and masks are arrays.
     """
     if isinstance(entry, ManagedLayer):
-        entry.name = name
+        if entry._steps is not None:
+            entry._steps.detach(entry)
+        entry.name, entry._seen = name, 0
+        if isinstance(entry, CacheList):
+            entry.caches = tuple(adopt(c, steps, f"{name}.{i}") for i, c in enumerate(entry.caches))
         steps.attach(entry)
         return entry
     if isinstance(entry, stock.BatchKVCache | stock.BatchRotatingKVCache):
@@ -644,6 +676,15 @@ def leaves(entries: Iterator[Any] | list[Any]) -> Iterator[Any]:
             yield from leaves(list(entry.caches))
         else:
             yield entry
+
+
+def managed(entry: Any) -> Iterator[ManagedLayer]:
+    """The entry and every cache inside it, as far as they are managed."""
+    if isinstance(entry, ManagedLayer):
+        yield entry
+    if isinstance(entry, stock.CacheList):
+        for child in entry.caches:
+            yield from managed(child)
 
 
 def _parts(buffers: Any) -> Encoded:

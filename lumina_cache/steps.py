@@ -14,7 +14,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from .codecs import Codec
+    from .codecs import Affine
     from .layers import KVCache, ManagedLayer
 
 __all__ = ["StepListener", "StepTracker"]
@@ -35,11 +35,14 @@ class StepListener(Protocol):
     def rows_may_go(self, steps: StepTracker, layer: ManagedLayer) -> bool:
         """Whether rows of ``layer`` may be dropped before the generation ends."""
 
-    def quantize_for_caller(self, steps: StepTracker, layer: KVCache, codec: Codec) -> None:
+    def quantize_for_caller(self, steps: StepTracker, layer: KVCache, codec: Affine) -> None:
         """mlx-lm's user gave ``kv_bits``: convert ``layer`` if this model can read packed rows, else say so once."""
 
-    def refuse_for_caller(self, steps: StepTracker, layer: ManagedLayer, why: str) -> None:
+    def refuse_for_caller(self, steps: StepTracker, layer: ManagedLayer, codec: Affine, why: str) -> None:
         """mlx-lm's user gave ``kv_bits`` and this layer cannot follow: say so once."""
+
+    def rows_replaced(self, steps: StepTracker) -> None:
+        """Rows were put in from outside; what was known of their number is void."""
 
     def tracker_copied(self, old: StepTracker, new: StepTracker) -> None:
         """``new`` is this listener's copy's tracker for what ``old`` follows here."""
@@ -105,6 +108,8 @@ class StepTracker:
 
     def detach(self, layer: ManagedLayer) -> None:
         """Forget a layer that was replaced in its list."""
+        if layer._steps is not self:
+            return
         layer._steps = None
         self._layers = [ref for ref in self._layers if ref() is not layer]
         self._expected -= layer.holds_rows
@@ -116,15 +121,15 @@ class StepTracker:
     def rows_may_go(self, layer: ManagedLayer) -> bool:
         return self.listener is not None and self.listener.rows_may_go(self, layer)
 
-    def quantize_for_caller(self, layer: KVCache, codec: Codec) -> None:
+    def quantize_for_caller(self, layer: KVCache, codec: Affine) -> None:
         if self.listener is None:
             layer.reencode(codec)
         else:
             self.listener.quantize_for_caller(self, layer, codec)
 
-    def refuse_for_caller(self, layer: ManagedLayer, why: str) -> None:
+    def refuse_for_caller(self, layer: ManagedLayer, codec: Affine, why: str) -> None:
         if self.listener is not None:
-            self.listener.refuse_for_caller(self, layer, why)
+            self.listener.refuse_for_caller(self, layer, codec, why)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepTracker:
         """A tracker at the same point of the same step without layers: each copied layer attaches itself."""
@@ -195,6 +200,11 @@ class StepTracker:
             self._open = True
             if self.listener is not None:
                 self.listener.touched(self)
+
+    def on_replaced(self) -> None:
+        """A layer's state was set from outside."""
+        if self.listener is not None:
+            self.listener.rows_replaced(self)
 
     def on_touch(self) -> None:
         """Something outside the model reads or changes the cache."""

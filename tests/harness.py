@@ -106,7 +106,6 @@ UNPACKABLE = {
     "gpt_oss": "attention sinks",
     "kimi_linear": "latent attention",
     "longcat_flash": "latent attention",
-    "minicpm3": "no group size divides its head dims",
     "plamo2": "attention by hand",
 }
 
@@ -136,7 +135,9 @@ def feed(model: Any, cache: Any, ids: mx.array, steps: Sequence[int], start: int
         if end - begin > 1:
             settle(cache)
         out.append(logits)
-    return mx.concatenate(out, axis=1)
+    joined = mx.concatenate(out, axis=1)
+    mx.eval(joined)  # in this thread
+    return joined
 
 
 def greedy(

