@@ -155,7 +155,7 @@ def free_bytes(snapshot: Snapshot) -> int:
 def resolve_peak(request: SoakRequest, free: int) -> int:
     """The peak in bytes. Raises SoakError when it is above ``max_share`` of `free`."""
     amount = parse_amount(request.peak)
-    peak = round(amount * free) if isinstance(amount, float) else amount
+    peak = int(amount * free) if isinstance(amount, float) else amount
     ceiling = int(request.max_share * free)
     if peak > ceiling:
         raise SoakError(
