@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import threading
 import time
 import warnings
 from collections import deque
@@ -172,6 +173,7 @@ class AuditLog:
             "records_dropped_total": 0,
         }
         self._seq = 0
+        self._lock = threading.RLock()  # a telemetry thread may write beside the generating one
         self._ended = False
         self._logger: Any = None
         if target is None or target is False:
@@ -203,6 +205,10 @@ class AuditLog:
 
     def write(self, event: str, **fields: Any) -> dict[str, Any]:
         """Write one record now. Never raises: what cannot be written is counted and stays in memory."""
+        with self._lock:
+            return self._write(event, fields)
+
+    def _write(self, event: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         self._seq += 1
         record = {
             "schema": SCHEMA,

@@ -24,7 +24,7 @@ from .export import to_mlx
 from .layers import ManagedLayer, adopt, leaves, managed
 from .policy import LeastLoss, Policy
 from .steps import StepTracker
-from .telemetry import Snapshot, read_once
+from .telemetry import Sampler, Snapshot, read_once
 
 __all__ = ["CacheView", "LayerView", "LuminaCache", "Telemetry"]
 
@@ -82,7 +82,8 @@ class LuminaCache(list[Any]):
         model: the mlx-lm model that the cache will be used with.
         budget: bytes, or text such as ``"2GB"``, that the cache should stay under. None: watch, change nothing.
         policy: who chooses among feasible actions; ``"off"`` for nobody. Default: :class:`~lumina_cache.policy.LeastLoss`.
-        telemetry: an object with a ``latest`` snapshot, False for none. Default: read once at the start and at decisions.
+        telemetry: an object with a ``latest`` snapshot (a telemetry ``Sampler``), True for a sampler of the cache's own,
+            whose changes are written to the log, False for none. Default: read at the start and at decisions.
         log: path of the audit log, True for a new file in the user's state directory, None to keep the last 1,000
             records in memory only (:attr:`log` ``.records``).
         draft_model: for speculative decoding, the draft model; the joint cache is then what mlx-lm expects.
@@ -120,12 +121,13 @@ class LuminaCache(list[Any]):
                 f"this model makes {len(made[0])}: mlx-lm cannot draft for it with a cache from outside. "
                 "Leave draft_model out"
             )
+        audit = AuditLog(log)
         self._control = Controller(
             models,
             budget=nbytes,
             policy=_policy(policy, nbytes),
-            read_machine=_reader(telemetry),
-            log=AuditLog(log),
+            read_machine=_reader(telemetry, audit),
+            log=audit,
             horizon=horizon,
         )
         for name, entries in zip(("model", "draft"), made, strict=False):
@@ -353,14 +355,18 @@ def _policy(policy: Policy | str | None, budget: int | None) -> Policy | None:
     return LeastLoss() if policy is None else policy
 
 
-def _reader(telemetry: Telemetry | bool | None) -> Callable[[], Snapshot | None]:
+def _reader(telemetry: Telemetry | bool | None, log: AuditLog) -> Callable[[], Snapshot | None]:
     if telemetry is False:
         return lambda: None
-    if telemetry is None or telemetry is True:
+    if telemetry is None:
         return read_once
+    if telemetry is True:
+        sampler = Sampler(on_change=lambda change: log.write("telemetry", snapshot=change))
+        # The reader is the sampler's only owner: its threads end when the cache is gone, at the latest at exit.
+        return lambda: sampler.latest
     if not hasattr(telemetry, "latest"):
         raise UnsupportedCacheError(
-            f"telemetry={telemetry!r}: give False, or an object whose attribute 'latest' is a Snapshot"
+            f"telemetry={telemetry!r}: give True, False, or an object whose attribute 'latest' is a Snapshot"
         )
     return lambda: telemetry.latest
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -153,6 +154,81 @@ def show_log(path: Annotated[Path, typer.Argument(help="An audit log.")], json: 
     typer.echo(log_as_json(contents) if json else log_as_text(contents))
     if contents.problems:
         raise typer.Exit(1)
+
+
+@app.command(
+    epilog="Examples:  lumina-cache top   |   lumina-cache top --once   |   lumina-cache top --json --seconds 10"
+)
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Show the machine once and exit.")] = False,
+    seconds: Annotated[
+        float | None, typer.Option(help="Stop after so many seconds; default: on Ctrl-C.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Show memory, pressure, swap, GPU and heat live, and say what this machine does not tell."""
+    from .telemetry.top import run_live
+
+    run_live(once=once, as_json=json, seconds=seconds)
+
+
+@app.command(epilog="Examples:  lumina-cache doctor   |   lumina-cache doctor --json")
+def doctor(json: AsJson = False) -> None:
+    """Check on this machine what the library claims: expected values beside read ones. Exit code 1 if one fails."""
+    from .telemetry.doctor import Status, checks
+
+    found = checks()
+    typer.echo(_as_json([asdict(c) for c in found]) if json else "\n".join(map(str, found)))
+    if any(c.status is Status.FAIL for c in found):
+        raise typer.Exit(1)
+
+
+@app.command(
+    epilog="Examples:  lumina-cache soak --profile ramp --peak 2GB --seconds 30   |   "
+    "lumina-cache soak --profile sawtooth --peak 50% --seconds 60 --log soak.jsonl"
+)
+def soak(
+    profile: Annotated[str, typer.Option(help="ramp, spike, sawtooth or steady.")] = "ramp",
+    peak: Annotated[
+        str, typer.Option(help="A size such as 2GB, or a share such as 50% of free memory.")
+    ] = "25%",
+    seconds: Annotated[float, typer.Option(help="How long.")] = 30.0,
+    backing: Annotated[str, typer.Option(help="host: touched pages; mlx: buffers of MLX's device.")] = "host",
+    cpu_threads: Annotated[int, typer.Option(help="Threads that keep processors busy besides.")] = 0,
+    log: Annotated[Path | None, typer.Option(help="Where to write the timeline as JSON lines.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Take memory on purpose, in a process of its own, within hard limits; Ctrl-C gives it all back."""
+    from .lab.soak import run as run_soak
+
+    def say(event: dict[str, object]) -> None:
+        if not json:
+            typer.echo(" ".join(f"{k}={v}" for k, v in event.items()), err=True)
+
+    report = run_soak(
+        profile,
+        peak=peak,
+        seconds=seconds,
+        on_event=say,
+        log_path=log,
+        backing=backing,
+        cpu_threads=cpu_threads,
+    )
+    found = asdict(report)
+    timeline = found.pop("timeline")
+    typer.echo(
+        _as_json({**found, "timeline": timeline})
+        if json
+        else "\n".join(f"{k}: {v}" for k, v in found.items())
+    )
+    if report.outcome == "interrupted":
+        raise typer.Exit(INTERRUPTED)
+
+
+def _as_json(found: object) -> str:
+    import json
+
+    return json.dumps(found, default=str)
 
 
 def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
