@@ -123,9 +123,10 @@ EVENTS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
             "reasons": _field("why", list),
         },
         "telemetry": {
+            "change": _field("one field with its old and new value, source and reason", dict, unknown=True),
             "snapshot": _field(
-                "machine snapshot, written when pressure, heat, power mode or swapping changed", dict
-            )
+                "the machine, when pressure, heat, power or swapping changed", dict, unknown=True
+            ),
         },
         "warning": {
             "code": _field("for programs", str),

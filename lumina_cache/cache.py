@@ -361,7 +361,7 @@ def _reader(telemetry: Telemetry | bool | None, log: AuditLog) -> Callable[[], S
     if telemetry is None:
         return read_once
     if telemetry is True:
-        sampler = Sampler(on_change=lambda change: log.write("telemetry", snapshot=change))
+        sampler = Sampler(on_change=lambda change: log.write("telemetry", change=change, snapshot=None))
         # The reader is the sampler's only owner: its threads end when the cache is gone, at the latest at exit.
         return lambda: sampler.latest
     if not hasattr(telemetry, "latest"):

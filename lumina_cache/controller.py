@@ -389,7 +389,7 @@ class Controller:
         machine = self.read_machine()
         signs = _signs(machine)
         if machine is not None and signs != self._machine_seen:
-            self.log.write("telemetry", snapshot=machine.to_record())
+            self.log.write("telemetry", change=None, snapshot=machine.to_record())
         self._machine_seen = signs
         return machine
 

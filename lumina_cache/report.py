@@ -59,7 +59,9 @@ def describe(record: Mapping[str, Any]) -> str:
         case "warning":
             return f"warning {r['code']}: {r['text']}"
         case "telemetry":
-            return "telemetry changed"
+            change = r["change"]
+            what = "machine" if change is None else f"{change['field']}: {change['old']} → {change['new']}"
+            return f"telemetry changed: {what}"
         case "session.ended":
             return (
                 f"session ended: {r['steps_total']} steps, {r['tokens_total']} tokens, {r['decisions_total']} decisions, "

@@ -246,3 +246,26 @@ def test_writing_never_raises_into_the_caller(tmp_path):
     assert len(caught) == 1
     assert [r["code"] for r in log.records] == ["nan", "after"]
     assert os.path.getsize(path) == 0
+
+
+def test_a_sampler_of_the_caches_own_writes_changes_and_ends_with_the_cache(tiny, monkeypatch):
+    import gc
+    import threading
+
+    from lumina_cache import cache as module
+
+    class Sampler:
+        def __init__(self, *, on_change):
+            self.on_change = on_change
+            self.latest = None
+
+    monkeypatch.setattr(module, "Sampler", Sampler)
+    cache = LuminaCache(tiny("llama"), telemetry=True)
+    before = threading.active_count()
+    change = {"field": "pressure_level", "old": "normal", "new": "warn", "source": "test"}
+    cache._control.read_machine.__closure__[0].cell_contents.on_change(change)
+    record = cache.log.records[-1]
+    assert validate(record)["change"] == change
+    del cache
+    gc.collect()
+    assert threading.active_count() == before
