@@ -169,7 +169,7 @@ def _act(layer: KVCache, action: Action) -> None:
             if kept < layer.rows:
                 layer.gather(SCORERS[action.scorer].keep(layer.rows, kept, action.sinks))
         case Quantize():
-            layer.reencode(Affine(action.key_bits, action.group_size))
+            layer.reencode(CODECS[action.codec](action.key_bits, action.group_size))
 
 
 def _check_engaged(action: Action, predicted: Sequence[Held], observed: Sequence[Held]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from .affine import Affine
 from .base import Codec
 from .dense import Dense
 
 __all__ = ["CODECS", "Affine", "Codec", "Dense"]
 
-#: Codecs by the name they have in an action's text form.
-CODECS: dict[str, type[Codec]] = {"affine": Affine}
+#: Codecs by the name they have in an action's text form; made from bits and group size.
+CODECS: dict[str, Callable[[int, int], Codec]] = {"affine": Affine}
