@@ -581,7 +581,8 @@ class Soak:
             [sys.executable, "-c", "from lumina_cache.lab.soak import _worker_main; _worker_main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path},
+            # A fixed threshold: glibc would otherwise move freed MLX buffers to its heap, which keeps them.
+            env=os.environ | {"PYTHONPATH": path, "MALLOC_MMAP_THRESHOLD_": "65536"},
             text=True,
         )
         self._listening = True
