@@ -301,6 +301,7 @@ def test_the_timeline_goes_to_the_callback_and_to_the_log_with_times_to_line_up(
     before = time.monotonic()
     report = run("ramp", peak="16MiB", seconds=0.3, on_event=events.append, log_path=log)
     after = time.monotonic()
+    assert str(report).startswith("time over: held 0.017 of 0.017 GB asked for, resident ")
     written = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
     assert written == events == list(report.timeline)
     assert [written[0]["phase"], written[-1]["phase"]] == ["started", "ended"]
