@@ -16,9 +16,11 @@ from lumina_cache.telemetry.parse import Unknown
 from lumina_cache.telemetry.snapshot import PowerSource, PressureLevel
 
 FOLDER = os.environ.get("LUMINA_FIXTURES")
-pytestmark = pytest.mark.skipif(
-    not FOLDER, reason="LUMINA_FIXTURES names no folder: recorded outputs of real machines were not parsed"
-)
+if not FOLDER:
+    pytest.skip(
+        "LUMINA_FIXTURES names no folder: recorded outputs of real machines were not parsed",
+        allow_module_level=True,
+    )
 PAGE = 16384
 THERMAL = "com.apple.system.thermalpressurelevel"
 

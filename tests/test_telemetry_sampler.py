@@ -191,6 +191,31 @@ def test_a_gpu_reset_is_an_event() -> None:
     ]
 
 
+def test_swapping_is_one_event_when_it_begins_and_one_when_it_is_over() -> None:
+    now, rate = [0.0], [0.0]
+    events: list[dict[str, object]] = []
+    probe = Probe(
+        "swap",
+        ("swap_out_bytes_per_second",),
+        lambda: {"swap_out_bytes_per_second": Reading(rate[0], "test")},
+    )
+    sampler = Sampler(
+        readers=ReaderSet("test", (probe,)),
+        fast_seconds=3600.0,
+        on_change=events.append,
+        clock=lambda: now[0],
+    )
+    for second in range(100):
+        now[0] = float(second)
+        rate[0] = 1e6 if second in (10, 12, 20, 21, 40) else 0.0  # in bursts
+        sampler._core.fast_step()
+    sampler.close()
+    assert [(event["field"], event["new"], event["monotonic_seconds"]) for event in events] == [
+        ("swapping", True, 10.0),
+        ("swapping", False, 70.0),
+    ]
+
+
 def test_what_the_callback_raises_is_kept_and_sampling_goes_on() -> None:
     def broken(event: dict[str, object]) -> None:
         raise OSError("disk full")

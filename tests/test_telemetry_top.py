@@ -31,6 +31,7 @@ MAC: dict[str, Value] = {
     "headroom_bytes": 2_500_000_000,
     "memory_total_bytes": 16 << 30,
     "memory_free_bytes": 1 << 30,
+    "memory_wired_bytes": 2 << 30,
     "memory_compressed_bytes": 5 << 30,
     "swap_used_bytes": 12 << 30,
     "swap_out_bytes_per_second": 31_000_000.0,
@@ -72,17 +73,18 @@ def test_the_view_shows_levels_sizes_rates_and_ages() -> None:
         "Apple M4",
         "warn",
         "headroom 2.50 GB",
-        "free 1.07 GB of 17.18 GB",
+        "wired and compressed 7.52 GB of 17.18 GB",
+        "free 1.07 GB",
         "compressed 5.37 GB",
         "used 12.88 GB",
         "out 31.00 MB/s",
         "busy 86 %",
         "serious",
-        "battery 64 %",
+        "battery  charge 64 %",
         "low-power mode on",
         "working set 12.88 GB",
         "2.0 s ago",
-        "never read",
+        "no value",
     ):
         assert shown in text, shown
 
@@ -95,6 +97,15 @@ def test_what_is_unknown_is_listed_with_its_reason_and_never_shown_as_zero_or_no
     assert "nominal" not in text
     assert " 0 B" not in text
     assert "0 %" not in text
+
+
+def test_only_the_level_itself_is_coloured() -> None:
+    console = Console(width=120, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(render(_snapshot(**MAC), now=10.0))
+    assert isinstance(console.file, io.StringIO)
+    line = next(line for line in console.file.getvalue().splitlines() if "headroom" in line)
+    before_headroom = line[: line.index("headroom")]
+    assert before_headroom.endswith("\x1b[0m  ")  # every style is over
 
 
 def test_zero_is_shown_as_zero() -> None:

@@ -533,6 +533,16 @@ class SoakReport:
     release_seconds: float | None
     timeline: tuple[dict[str, object], ...]
 
+    def __str__(self) -> str:
+        resident = (
+            "unknown" if self.resident_peak_bytes is None else f"{self.resident_peak_bytes / 1e9:.3f} GB"
+        )
+        released = "" if self.release_seconds is None else f", given back in {self.release_seconds:.3f} s"
+        return (
+            f"{self.outcome}: held {self.held_peak_bytes / 1e9:.3f} of {self.peak_bytes / 1e9:.3f} GB asked for, "
+            f"resident {resident}, worst pressure {self.worst_pressure or 'unknown'}{released}"
+        )
+
 
 class Soak:
     """A soak as a context manager: memory is taken inside the block and given back at its end.
@@ -581,7 +591,8 @@ class Soak:
             [sys.executable, "-c", "from lumina_cache.lab.soak import _worker_main; _worker_main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path},
+            # A fixed threshold: glibc would otherwise move freed MLX buffers to its heap, which keeps them.
+            env=os.environ | {"PYTHONPATH": path, "MALLOC_MMAP_THRESHOLD_": "65536"},
             text=True,
         )
         self._listening = True

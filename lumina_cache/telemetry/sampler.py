@@ -41,6 +41,8 @@ SLOW_SECONDS = 1.0
 _OVERDUE_PERIODS = 5.0
 _OVERDUE_FLOOR_SECONDS = 10.0
 _JOIN_SECONDS = 0.5
+_SWAPPING_ENDS_SECONDS = 30.0
+"""Swapping counts as over after this long without a page swapped out: it comes in bursts."""
 
 WATCHED_FIELDS = (
     "pressure_level",
@@ -89,6 +91,40 @@ def changes(before: Snapshot, after: Snapshot) -> list[dict[str, object]]:
     return events
 
 
+class _SwapWatch:
+    """Whether pages are being swapped out, as one state that does not flicker with every burst."""
+
+    def __init__(self) -> None:
+        self._swapping: bool | None = None
+        self._last_seen_at = 0.0
+
+    def observe(self, snapshot: Snapshot) -> list[dict[str, object]]:
+        """The event of a change, or none. An unknown rate changes nothing."""
+        rate, now = snapshot.swap_out_bytes_per_second, snapshot.monotonic_seconds
+        if rate is None:
+            return []
+        if rate > 0:
+            self._last_seen_at = now
+        over = not self._swapping or now - self._last_seen_at >= _SWAPPING_ENDS_SECONDS
+        swapping = rate > 0 or not over
+        before, self._swapping = self._swapping, swapping
+        if swapping == bool(before):
+            return []
+        return [
+            {
+                "event": "telemetry",
+                "field": "swapping",
+                "old": before,
+                "new": swapping,
+                "reason": None,
+                "source": snapshot.sources.get("swap_out_bytes_per_second"),
+                "raw": rate,
+                "monotonic_seconds": now,
+                "unix_seconds": snapshot.unix_seconds,
+            }
+        ]
+
+
 def _plain(value: object) -> object:
     return str(value) if isinstance(value, str) else value
 
@@ -123,6 +159,7 @@ class _Core:
 
     def _reset(self) -> None:
         self._debouncer = PressureDebouncer(self._debounce)
+        self._swap_watch = _SwapWatch()
         self._fast = ProbeRunner(self._fast_probes, clock=self._clock)
         self._slow = ProbeRunner(tuple(self._slow_probes.values()), clock=self._clock)
         self._fast_settled: frozenset[str] = frozenset()
@@ -186,7 +223,7 @@ class _Core:
         tell = self._on_change()
         if tell is None:
             return
-        for event in changes(before, after):
+        for event in changes(before, after) + self._swap_watch.observe(after):
             try:
                 tell(event)
             except Exception as error:

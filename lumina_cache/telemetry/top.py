@@ -133,7 +133,7 @@ def render(snapshot: Snapshot, now: float | None = None) -> RenderableType:
     rows.add_column(style="dim", justify="right", no_wrap=True)
     for label, group, text in _rows(snapshot):
         age = snapshot.age(group, at)
-        rows.add_row(label, text, "never read" if age is None else f"{age:.1f} s ago")
+        rows.add_row(label, text, "no value" if age is None else f"{age:.1f} s ago")
     title = " · ".join(filter(None, (snapshot.chip, snapshot.machine_model, snapshot.platform)))
     body: list[RenderableType] = [rows]
     lacking = _lacking(snapshot)
@@ -154,14 +154,14 @@ def _rows(s: Snapshot) -> list[tuple[str, str, Text]]:
         said = [part for part in parts if part]
         return Text("  ".join(said)) if said else Text("unknown", style="magenta")
 
-    level = Text(f" {s.pressure_level} ", style=_LEVEL_STYLES[s.pressure_level])
+    level = Text().append(f" {s.pressure_level} ", style=_LEVEL_STYLES[s.pressure_level])
     if s.pressure_raw is not None:
         level.append(f"  raw {s.pressure_raw}", style="dim")
     if s.headroom_bytes is not None:
-        level.append(f"  headroom {_bytes(s.headroom_bytes)}", style="default")
+        level.append(f"  headroom {_bytes(s.headroom_bytes)}")
     if s.pressure_ratio is not None:
         level.append(f"  ratio {s.pressure_ratio:.2f}", style="dim")
-    thermal = Text(str(s.thermal_state), style=_THERMAL_STYLES[s.thermal_state])
+    thermal = Text().append(str(s.thermal_state), style=_THERMAL_STYLES[s.thermal_state])
     if s.thermal_raw is not None:
         thermal.append(f"  raw {s.thermal_raw:g}", style="dim")
     low = None if s.low_power_mode is None else f"low-power mode {'on' if s.low_power_mode else 'off'}"
@@ -173,6 +173,7 @@ def _rows(s: Snapshot) -> list[tuple[str, str, Text]]:
             "",
             "memory",
             known(
+                _labelled("free", s.memory_free_bytes),
                 _labelled("active", s.memory_active_bytes),
                 _labelled("inactive", s.memory_inactive_bytes),
                 _labelled("wired", s.memory_wired_bytes),
@@ -227,29 +228,29 @@ def _rows(s: Snapshot) -> list[tuple[str, str, Text]]:
             ),
         ),
         ("thermal", "thermal", thermal),
-        ("power", "power", known(source, _percent("battery", s.battery_percent), low)),
+        ("power", "power", known(source, _percent("charge", s.battery_percent), low)),
         ("disk", "disk", known(_labelled("free", s.disk_free_bytes))),
     ]
 
 
 def _memory_bar(s: Snapshot) -> Text:
-    """How much of the memory this process may use is taken; what counts as taken differs by system and is
-    named.
+    """Share that is taken: on Linux what is not available; on macOS, where free memory says nothing, what
+    is wired or compressed.
     """
     from rich.text import Text
 
     sizes = [size for size in (s.memory_total_bytes, s.memory_limit_bytes) if size is not None]
-    free, word = s.memory_available_bytes, "available"
-    if free is None:
-        free, word = s.memory_free_bytes, "free"
-    if not sizes or free is None:
+    total = min(sizes, default=0)
+    if total and s.memory_available_bytes is not None:
+        taken, said = total - s.memory_available_bytes, f"available {_bytes(s.memory_available_bytes)}"
+    elif total and s.memory_wired_bytes is not None and s.memory_compressed_bytes is not None:
+        taken = s.memory_wired_bytes + s.memory_compressed_bytes
+        said = f"wired and compressed {_bytes(taken)}"
+    else:
         return Text("unknown", style="magenta")
-    total = min(sizes)
-    cells = round(_BAR_CELLS * min(1.0, max(0.0, 1 - free / total)))
-    bar = Text("█" * cells, style="blue")
-    bar.append("░" * (_BAR_CELLS - cells), style="dim")
-    bar.append(f"  {word} {_bytes(free)} of {_bytes(total)}", style="default")
-    return bar
+    cells = round(_BAR_CELLS * min(1.0, max(0.0, taken / total)))
+    bar = Text().append("█" * cells, style="blue").append("░" * (_BAR_CELLS - cells), style="dim")
+    return bar.append(f"  {said} of {_bytes(total)}")
 
 
 def _lacking(snapshot: Snapshot) -> dict[str, list[str]]:
