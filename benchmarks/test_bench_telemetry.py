@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import statistics
 import subprocess
@@ -29,6 +30,78 @@ cpu, wall = time.process_time(), time.monotonic()
 time.sleep(float(sys.argv[2]))
 print((time.process_time() - cpu) / (time.monotonic() - wall))
 """
+
+# Both join the group first, so that they, the soak and the other's memory share its limit.
+OTHER_TAKES = """
+import json, mmap, os, sys, time
+from pathlib import Path
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+from lumina_cache.lab.soak import soak
+with soak("steady", peak="65%", seconds=30, report_seconds=0.02) as running:
+    assert running.wait_for_peak(60)
+    time.sleep(0.5)
+    held = running.timeline[-1]["held_bytes"]
+    begun = time.monotonic()
+    other = mmap.mmap(-1, int(sys.argv[2]) << 20)
+    for at in range(0, len(other), 4096):
+        other[at] = 1
+    time.sleep(2)
+    after = [event for event in running.timeline if event["monotonic_seconds"] > begun]
+    least = min(event["held_bytes"] for event in after)
+    until = next(event["monotonic_seconds"] for event in after if event["held_bytes"] == least) - begun
+    left = after[-1]["available_bytes"]
+print(json.dumps([held, least, until, left, running.timeline[0]["reserve_bytes"], after[-1]["phase"]]))
+"""
+FILE_PAGES = """
+import json, os, sys, tempfile, threading, time
+from pathlib import Path
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+from lumina_cache.lab.soak import soak
+from lumina_cache.telemetry import Sampler
+mebibytes, over = int(sys.argv[2]), threading.Event()
+with tempfile.TemporaryFile(dir=sys.argv[3]) as file, Sampler() as sampler:
+    for _ in range(mebibytes):
+        file.write(os.urandom(1 << 20))
+    os.fsync(file.fileno())
+    def read():
+        while not over.is_set():
+            for at in range(mebibytes):
+                os.pread(file.fileno(), 1 << 20, at << 20)
+    reader = threading.Thread(target=read)
+    reader.start()
+    seen = []
+    with soak("steady", peak="70%", seconds=60) as running:
+        running.wait_for_peak(60)
+        for _ in range(100):
+            seen.append(sampler.latest)
+            time.sleep(0.2)
+        report = running.release()
+    over.set()
+    reader.join()
+order = ["normal", "warn", "critical"]
+print(json.dumps([
+    report.worst_pressure,
+    max((str(each.pressure_level) for each in seen), key=order.index),
+    max(each.stall_some_percent or 0.0 for each in seen),
+    max(each.stall_full_percent or 0.0 for each in seen),
+    report.held_peak_bytes,
+]))
+"""
+GROUP = os.environ.get("LUMINA_CGROUP")
+in_a_group = pytest.mark.skipif(
+    not GROUP, reason="LUMINA_CGROUP names no control group with a limit to join: no real pressure was made"
+)
+
+
+def _joined(script: str, *arguments: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(GROUP), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    return json.loads(done.stdout)
 
 
 def test_the_hot_path_is_below_a_microsecond(benchmark: Any) -> None:
@@ -125,3 +198,32 @@ def test_a_soak_is_released_within_a_second(benchmark: Any, backing: str) -> Non
     benchmark.pedantic(release, rounds=3)
     print(f"\n{backing}: 2 GiB released in {statistics.median(seconds):.3f} s, at worst {max(seconds):.3f} s")
     assert max(seconds) < 1.0
+
+
+@pytest.mark.slow
+@in_a_group
+@pytest.mark.parametrize("mebibytes", [60, 100, 165])
+def test_a_soak_gives_way_to_another_process_under_a_limit(benchmark: Any, mebibytes: int) -> None:
+    measured = benchmark.pedantic(_joined, args=(OTHER_TAKES, str(mebibytes)), rounds=1)
+    held, least, until, left, reserve, phase = measured
+    print(
+        f"\nother takes {mebibytes} MiB: soak from {held // MIB} to {least // MIB} MiB within {until:.3f} s, "
+        f"{left // MIB} MiB left available, reserve {reserve // MIB} MiB"
+    )
+    assert phase == "step"  # both are alive
+    assert left >= 0.9 * reserve
+
+
+@pytest.mark.slow
+@in_a_group
+@pytest.mark.parametrize("mebibytes", [300, 600])
+def test_a_soak_beside_file_reads_makes_real_pressure_under_a_limit(
+    benchmark: Any, mebibytes: int, tmp_path: Path
+) -> None:
+    measured = benchmark.pedantic(_joined, args=(FILE_PAGES, str(mebibytes), str(tmp_path)), rounds=1)
+    soak_level, sampler_level, some, full, held = measured
+    print(
+        f"\n{mebibytes} MiB of file read over and over: held {held // MIB} MiB, worst level {soak_level} in the "
+        f"soak, {sampler_level} in the sampler; PSI at most some {some:.2f} %, full {full:.2f} %"
+    )
+    assert held > 0

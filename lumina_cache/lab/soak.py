@@ -534,13 +534,12 @@ class SoakReport:
     timeline: tuple[dict[str, object], ...]
 
     def __str__(self) -> str:
-        resident = (
-            "unknown" if self.resident_peak_bytes is None else f"{self.resident_peak_bytes / 1e9:.3f} GB"
-        )
+        seen = self.resident_peak_bytes
+        resident = "unknown" if seen is None else f"{seen / 1e9:.3f} GB"
         released = "" if self.release_seconds is None else f", given back in {self.release_seconds:.3f} s"
         return (
-            f"{self.outcome}: held {self.held_peak_bytes / 1e9:.3f} of {self.peak_bytes / 1e9:.3f} GB asked for, "
-            f"resident {resident}, worst pressure {self.worst_pressure or 'unknown'}{released}"
+            f"{self.outcome}: held {self.held_peak_bytes / 1e9:.3f} of {self.peak_bytes / 1e9:.3f} GB "
+            f"asked for, resident {resident}, worst pressure {self.worst_pressure or 'unknown'}{released}"
         )
 
 
