@@ -167,15 +167,26 @@ def _acted(held: Held, action: Action) -> Held:
 
 
 def peak_of_action(layers: Sequence[Held], action: Action) -> int:
-    """Most bytes allocated at any moment while ``action`` is carried out layer by layer.
+    """Most bytes allocated at any moment while ``action`` is carried out, an upper bound.
 
-    All layers before the action, plus the new buffers of the one layer that is being converted.
+    Part by part and layer by layer: all layers before the part, plus what converting the largest one needs.
     """
-    after = after_action(layers, action)
-    new = max(
-        (nbytes_allocated([b]) // b.count for a, b in zip(layers, after, strict=True) if a != b), default=0
-    )
-    return nbytes_allocated(layers) + new
+    now, peak = tuple(layers), nbytes_allocated(layers)
+    for part in action.parts:
+        after = after_action(now, part)
+        transient = max((_transient(a, b) for a, b in zip(now, after, strict=True) if a != b), default=0)
+        peak = max(peak, nbytes_allocated(now) + transient)
+        now = after
+    return peak
+
+
+def _transient(before: Held, after: Held) -> int:
+    """Bytes needed beside one layer while it is converted: its new buffers, and its rows decoded or cut free of slack
+    where they are packed."""
+    one = replace(after, count=1)
+    cut = before.bits is not None or before.capacity > before.rows
+    dense = (before.key_width + before.value_width) * before.itemsize * before.rows
+    return nbytes_allocated([one]) + (dense if cut and after.bits != before.bits else 0)
 
 
 def most_rows_within(
