@@ -13,7 +13,7 @@ from .actions import Action, Evict, Keep, Plan, Quantize, Reclaim
 from .codecs import CODECS, Affine
 from .errors import ActionInfeasibleError, EngagementError
 from .estimate import Held, after_action, nbytes_allocated, nbytes_live
-from .layers import ArraysCache, KVCache, ManagedLayer, RotatingKVCache
+from .layers import ArraysCache, ChunkedKVCache, KVCache, ManagedLayer, RotatingKVCache
 from .scorers import SCORERS
 
 __all__ = ["Applied", "Footprint", "execute", "held", "held_all", "not_built", "opaque_nbytes"]
@@ -57,9 +57,7 @@ def held(layer: Any) -> Held:
     if not isinstance(layer, ManagedLayer):
         return Held(name, "opaque", fixed_nbytes=opaque_nbytes(layer))
     if layer.keys is None:
-        return Held(
-            name, layer.kind, max_size=getattr(layer, "max_size", 0), offset=layer.offset, index=layer.index
-        )
+        return Held(name, layer.kind, max_size=_limit(layer), offset=layer.offset, index=layer.index)
     keys, values = layer.keys, layer.values
     codec = layer.codec
     if isinstance(codec, Affine):
@@ -81,10 +79,17 @@ def held(layer: Any) -> Held:
         itemsize=itemsize,
         bits=bits,
         group_size=group,
-        max_size=layer.max_size if isinstance(layer, RotatingKVCache) else 0,
+        max_size=_limit(layer),
         keep=layer.keep if isinstance(layer, RotatingKVCache) else 0,
         index=layer.index,
     )
+
+
+def _limit(layer: ManagedLayer) -> int:
+    """Rows (tokens) of the sliding window or attention chunk; 0 without one."""
+    if isinstance(layer, RotatingKVCache):
+        return int(layer.max_size)
+    return int(layer.chunk_size) if isinstance(layer, ChunkedKVCache) else 0
 
 
 def held_all(layers: Iterable[Any]) -> tuple[Held, ...]:

@@ -6,7 +6,7 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, SupportsIndex, overload
 
 import mlx.core as mx
@@ -19,7 +19,7 @@ from .backend.interface import check_interface
 from .budget import format_bytes, parse_bytes
 from .controller import Controller, smallest_budget
 from .errors import BudgetError, UnsupportedCacheError
-from .estimate import Held, after_append, merge_equal, nbytes_allocated
+from .estimate import after_append, emptied, merge_equal, nbytes_allocated
 from .export import to_mlx
 from .layers import ManagedLayer, adopt, leaves, managed
 from .policy import LeastLoss, Policy
@@ -199,7 +199,7 @@ class LuminaCache(list[Any]):
         layers = merge_equal(held_all(leaves(self)))
         if steps.step == 0:
             layers = tuple(
-                one if one.fixed_nbytes else _emptied(one) for one in self._control.probe(steps).layers
+                one if one.fixed_nbytes else emptied(one) for one in self._control.probe(steps).layers
             )
         fits = [n for n in range(1, 257) if nbytes_allocated(after_append(layers, n * 8)) <= self.budget]
         return min(LARGEST_PREFILL_STEP, max(fits, default=1) * 8)
@@ -375,7 +375,3 @@ def _live(leaf: Any) -> int:
     if isinstance(leaf, ManagedLayer):
         return leaf.nbytes_live
     return opaque_nbytes(leaf)
-
-
-def _emptied(held: Held) -> Held:
-    return replace(held, rows=0, capacity=0, offset=0)

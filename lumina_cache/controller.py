@@ -24,7 +24,16 @@ from .backend.probe import ModelProbe, probe_model, probe_packed
 from .budget import format_bytes
 from .codecs import Affine
 from .errors import ActionInfeasibleError, BudgetError, LuminaError, LuminaWarning
-from .estimate import Held, after_action, after_append, merge_equal, nbytes_allocated, nbytes_live
+from .estimate import (
+    Held,
+    after_action,
+    after_append,
+    emptied,
+    merge_equal,
+    nbytes_allocated,
+    nbytes_live,
+    tokens_without_growth,
+)
 from .fingerprint import remembered_fingerprint
 from .layers import KVCache, ManagedLayer, RotatingKVCache
 from .policy import Candidate, Decision, Policy, State, candidates_for, weigh
@@ -521,15 +530,10 @@ class Controller:
         )
 
     def _renew_slack(self, beginning: StepTracker, tokens: int) -> None:
-        """Tokens after the coming step for which no buffer of any model grows; until then the bytes cannot change."""
-        growing = (
-            one
-            for steps in self.trackers
-            for one in self._after(steps, beginning, tokens)
-            if one.kind not in ("not_kv", "opaque")
-            and not (one.kind == "rotating" and one.capacity >= one.max_size)
-        )
-        self._slack = min((one.capacity - one.rows for one in growing), default=1 << 30)
+        """Until so many more tokens have come after this step, no model's bytes can change."""
+        after = (one for steps in self.trackers for one in self._after(steps, beginning, tokens))
+        room = tokens_without_growth(after)
+        self._slack = (1 << 30) if room is None else room
 
     def _index(self, steps: StepTracker) -> int:
         return 0 if steps.name == "model" else 1
@@ -587,31 +591,45 @@ def _signs(machine: Snapshot | None) -> tuple[object, ...] | None:
 
 
 def smallest_budget(probe: ModelProbe) -> int:
-    """Fewest bytes that this model's cache can be brought down to and still take the next token.
+    """Fewest bytes that this model's cache can be held in from the first token on, for any number of tokens.
 
-    :data:`FEWEST_ROWS` rows per layer in the coarsest feasible codec, sliding windows full, recurrent state counted.
+    Two needs: the first token, for which mlx-lm allocates a whole growth step of dense rows; and the steady state,
+    :data:`FEWEST_ROWS` rows per layer in the coarsest feasible codec, with sliding windows and attention chunks full and
+    recurrent state counted.
 
     Raises:
-        BudgetError: if rows cannot be evicted on this backend, so that no budget can be held for ever.
+        BudgetError: if some layer grows without bound and cannot be kept from it on this backend.
     """
-    if not probe.profile.has(ROW_GATHER):
-        raise BudgetError(
-            f"{probe.profile.model_type}: no budget can be held, because rows cannot be evicted: "
-            f"{probe.profile.outcome(ROW_GATHER).reason}"
-        )
+    profile = probe.profile
+    for one in probe.layers:
+        if one.kind == "opaque":
+            raise BudgetError(
+                f"{profile.model_type}: no budget can be held, because it is not known how {one.name} entries grow"
+            )
+    if not probe.layers or any(one.kind in _GROWING and one.key_width for one in probe.layers):
+        outcome = profile.outcome(ROW_GATHER)
+        if not outcome.present:
+            raise BudgetError(
+                f"{profile.model_type}: no budget can be held, because rows cannot be evicted: {outcome.reason}"
+            )
+    first = nbytes_allocated(after_append((emptied(one) for one in probe.layers), 1))
     steady = [_at_least(one) for one in probe.layers]
     plans: list[Action] = [Keep()]
     if probe.group_size is not None:
         plans += [
             Quantize("affine", bits, bits, probe.group_size)
             for bits in (8, 4)
-            if probe.profile.has(packed_attention(bits, probe.group_size))
+            if profile.has(packed_attention(bits, probe.group_size))
         ]
-    return min(nbytes_allocated(after_append(after_action(steady, plan), 1)) for plan in plans)
+    return max(first, min(nbytes_allocated(after_append(after_action(steady, plan), 1)) for plan in plans))
+
+
+#: Kinds of layers that hold one row per token for as long as the generation lasts.
+_GROWING = ("kv", "concatenate", "quantized")
 
 
 def _at_least(held: Held) -> Held:
     if held.kind in ("not_kv", "opaque") or held.key_width == 0:
         return held
-    rows = held.max_size if held.kind == "rotating" else FEWEST_ROWS
+    rows = FEWEST_ROWS if held.kind in _GROWING else held.max_size
     return replace(held, rows=rows, capacity=rows, offset=rows)

@@ -18,12 +18,15 @@ __all__ = [
     "Held",
     "after_action",
     "after_append",
+    "emptied",
     "merge_equal",
     "most_rows_within",
     "nbytes_allocated",
     "nbytes_live",
     "peak_of_action",
     "row_nbytes",
+    "tokens_without_growth",
+    "transient_of_action",
 ]
 
 #: Rows that KIVI keeps dense at the end (its residual window), counted when an action that no backend executes is sized.
@@ -45,7 +48,7 @@ class Held:
     bits: int | None = None  #: None while dense
     group_size: int = 0
     dense_tail: int = 0  #: rows that stay dense behind packed ones
-    max_size: int = 0  #: sliding window (rows)
+    max_size: int = 0  #: sliding window, or attention chunk of a chunked layer (rows)
     keep: int = 0  #: rows a sliding window never drops
     fixed_nbytes: int = 0  #: recurrent and convolution state
     count: int = 1  #: how many equal layers this value stands for
@@ -55,6 +58,11 @@ class Held:
     def changeable(self) -> bool:
         """Whether actions apply: one row per token in a buffer of our own making, and something in it."""
         return self.kind == "kv" and self.rows > 0
+
+
+def emptied(held: Held) -> Held:
+    """The same layer before its first token; recurrent state is there from the first token on and stays counted."""
+    return replace(held, rows=0, capacity=0, offset=0)
 
 
 def merge_equal(layers: Iterable[Held]) -> tuple[Held, ...]:
@@ -105,6 +113,9 @@ def _appended(held: Held, n: int) -> Held:
     offset = held.offset + n
     if held.kind == "concatenate":
         return replace(held, rows=held.rows + n, capacity=held.rows + n, offset=offset)
+    if held.kind == "chunked" and held.rows > held.max_size > 0:
+        # The model drops the front before each step, by a slice without slack.
+        held = replace(held, rows=held.max_size, capacity=held.max_size)
     if held.kind != "rotating":
         capacity = grown_capacity(held.rows, held.capacity, n)
         return replace(held, rows=held.rows + n, capacity=capacity, offset=offset)
@@ -117,6 +128,26 @@ def _appended(held: Held, n: int) -> Held:
         capacity += min(STEP, held.max_size - held.offset)
     capacity = min(capacity, held.max_size)
     return replace(held, rows=min(offset, capacity), capacity=capacity, offset=offset)
+
+
+def tokens_without_growth(layers: Iterable[Held]) -> int | None:
+    """Single tokens that can be appended before the bytes of any layer can change; None if they never will."""
+    return min((room for one in layers if (room := _room(one)) is not None), default=None)
+
+
+def _room(held: Held) -> int | None:
+    if held.kind in ("not_kv", "opaque"):
+        return None
+    if held.kind == "rotating" and held.capacity == held.max_size:
+        return None
+    if held.kind == "rotating" and held.capacity > held.max_size:
+        return 0
+    if held.kind == "chunked" and held.max_size:
+        if held.rows > held.max_size:
+            # The front is dropped and the rest allocated anew at each step from here on, always as much.
+            return None if _appended(held, 1).capacity == held.capacity else 0
+        return min(held.capacity, held.max_size) - held.rows
+    return held.capacity - held.rows
 
 
 def after_action(layers: Iterable[Held], action: Action) -> tuple[Held, ...]:
@@ -167,15 +198,36 @@ def _acted(held: Held, action: Action) -> Held:
 
 
 def peak_of_action(layers: Sequence[Held], action: Action) -> int:
-    """Most bytes allocated at any moment while ``action`` is carried out layer by layer.
+    """Most bytes allocated at any moment while ``action`` is carried out, an upper bound.
 
-    All layers before the action, plus the new buffers of the one layer that is being converted.
+    Part by part and layer by layer: all layers before the part, plus what converting the largest one needs.
     """
-    after = after_action(layers, action)
-    new = max(
-        (nbytes_allocated([b]) // b.count for a, b in zip(layers, after, strict=True) if a != b), default=0
-    )
-    return nbytes_allocated(layers) + new
+    now, peak = tuple(layers), nbytes_allocated(layers)
+    for part in action.parts:
+        after = after_action(now, part)
+        transient = max((_transient(a, b) for a, b in zip(now, after, strict=True)), default=0)
+        peak = max(peak, nbytes_allocated(now) + transient)
+        now = after
+    return peak
+
+
+def transient_of_action(held: Held, action: Action) -> int:
+    """Bytes needed beside one layer while ``action`` is carried out on it, an upper bound."""
+    most = 0
+    for part in action.parts:
+        [after] = after_action([held], part)
+        most, held = max(most, _transient(held, after)), after
+    return most
+
+
+def _transient(before: Held, after: Held) -> int:
+    """The new buffers, and all rows decoded or cut free of slack where they are packed."""
+    if before == after:
+        return 0
+    one = replace(after, count=1)
+    cut = before.bits is not None or before.capacity > before.rows
+    dense = (before.key_width + before.value_width) * before.itemsize * before.rows
+    return nbytes_allocated([one]) + (dense if cut and after.bits != before.bits else 0)
 
 
 def most_rows_within(

@@ -158,15 +158,19 @@ class LeastLoss:
 
     def decide(self, state: State, candidates: Sequence[Candidate]) -> Decision:
         scored = [c for c in candidates if c.feasible and c.score.total is not None]
+        if not any(c.score.risk == 0 for c in scored):
+            unknown = [c for c in candidates if c.feasible and c.score.total is None and c.score.risk == 0]
+            if unknown:
+                most = max(unknown, key=lambda c: (c.nbytes_next, not c.action.lossy))
+                return Decision(
+                    most.action,
+                    f"no action with a figure of quality holds {state.budget} bytes; of the others this one keeps most "
+                    f"({most.nbytes_next} bytes)",
+                )
+            return self._nearest(state, [c for c in candidates if c.feasible])
         best = max(
             scored, key=lambda c: (c.score.total, not c.action.lossy, -len(c.action.parts), -c.nbytes_peak)
         )
-        if best.score.risk > 0:
-            smallest = min(scored, key=lambda c: c.nbytes_next)
-            return Decision(
-                smallest.action,
-                f"nothing feasible holds {state.budget} bytes; this comes nearest with {smallest.nbytes_next}",
-            )
         if best.action == Keep():
             return Decision(
                 best.action, f"{best.nbytes_next} bytes after the next step are within the budget"
@@ -175,6 +179,14 @@ class LeastLoss:
             best.action,
             f"least expected loss ({best.score.kl:.3g} nats per token) among feasible actions that leave at most "
             f"{state.budget} bytes after the next step",
+        )
+
+    @staticmethod
+    def _nearest(state: State, feasible: Sequence[Candidate]) -> Decision:
+        smallest = min(feasible, key=lambda c: c.nbytes_next)
+        return Decision(
+            smallest.action,
+            f"nothing feasible holds {state.budget} bytes; this comes nearest with {smallest.nbytes_next}",
         )
 
 

@@ -22,6 +22,7 @@ from lumina_cache.layers import leaves
 __all__ = [
     "CORE",
     "NO_ROWS",
+    "UNEVICTABLE",
     "UNPACKABLE",
     "Masked",
     "MaskedQuantized",
@@ -94,19 +95,41 @@ def architectures(*, but: Iterable[str] = ()) -> list[Any]:
 
 
 #: Models none of whose entries holds one row per token for as long as the generation lasts.
-NO_ROWS = frozenset({"mamba", "mamba2", "rwkv7", "recurrent_gemma"})
+NO_ROWS = frozenset({"deepseek_v41", "mamba", "mamba2", "recurrent_gemma", "rwkv7"})
+
+#: Models whose rows cannot be evicted, because their attention takes the index of a row for its position.
+UNEVICTABLE = frozenset({"afm7", "minimax_m3_vl", "phi3small"})
 
 #: Models whose attention cannot read packed rows, and why.
 UNPACKABLE = {
+    "afm7": "borrowed K/V",
+    "bailing_hybrid": "latent attention",
+    "bailing_moe_v3": "latent attention",
     "deepseek_v3": "latent attention",
     "deepseek_v32": "latent attention",
+    "gear": "attention by hand",
     "gemma2": "attention by hand",
+    "gemma4": "borrowed K/V",
     "gemma4_text": "borrowed K/V",
     "glm4_moe_lite": "latent attention",
+    "glm_moe_dsa": "latent attention",
     "gpt_oss": "attention sinks",
+    "iquestloopcoder": "borrowed K/V",
+    "kimi_k25": "latent attention",
+    "kimi_k3": "latent attention",
     "kimi_linear": "latent attention",
+    "kimi_vl": "latent attention",
     "longcat_flash": "latent attention",
+    "longcat_flash_ngram": "latent attention",
+    "mimo_v2_flash": "keys and values of different widths",
+    "minimax_m3_vl": "attention by hand",
+    "mistral4": "attention by hand",
+    "phi": "attention by hand",
+    "phi3small": "attention by hand",
+    "phixtral": "attention by hand",
+    "plamo": "attention by hand",
     "plamo2": "attention by hand",
+    "stablelm": "attention by hand",
 }
 
 
@@ -219,7 +242,7 @@ class MaskedQuantized(stock.QuantizedKVCache):
 
 def masked_reference(model: Any) -> list[Any]:
     """The stock cache of ``model`` in which rows can be hidden with :func:`hide`."""
-    four_axes = "deepseek_v32" in type(model).__module__
+    four_axes = type(model).__module__.endswith(("deepseek_v32", "glm_moe_dsa"))
 
     def swap(entry: Any) -> Any:
         if isinstance(entry, stock.CacheList):

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from harness import NO_ROWS, UNPACKABLE, architectures, feed, held_of, quiet, same_bits, tokens
+from harness import NO_ROWS, UNEVICTABLE, UNPACKABLE, architectures, feed, held_of, quiet, same_bits, tokens
 from mlx_lm.models.cache import make_prompt_cache
 
 from lumina_cache.backend import probe as probing
@@ -21,7 +21,7 @@ from lumina_cache.backend.capabilities import (
     VALUES,
     packed_attention,
 )
-from lumina_cache.backend.probe import pick_group_size, probe_model, probe_packed
+from lumina_cache.backend.probe import ROW_INDEX_IS_POSITION, pick_group_size, probe_model, probe_packed
 from lumina_cache.codecs import Affine
 from lumina_cache.layers import leaves
 
@@ -49,7 +49,7 @@ def test_probing_never_raises_and_leaves_no_memory_files_or_limits_behind(
     assert all(same_bits(a, b) for a, b in zip(state, mx.random.state, strict=True))
     rows = name not in NO_ROWS and probe.profile.has(KEYS)
     assert probe.profile.has(VALUES) == probe.profile.has(KEYS)
-    assert probe.profile.has(ROW_GATHER) == rows
+    assert probe.profile.has(ROW_GATHER) == (rows and name not in UNEVICTABLE)
     group = probe.group_size or 64
     for bits in (8, 4):
         outcome = probe.profile.outcome(packed_attention(bits, group))
@@ -97,6 +97,15 @@ def test_what_no_cache_object_can_see_is_absent_and_what_nobody_probed_says_so(t
     record = profile.to_record()
     assert record["device"] == mx.default_device().type.name
     assert "PACKED_ATTENTION(8,32)" in record["capabilities"]  # type: ignore[operator]
+
+
+def test_rows_of_models_that_take_their_index_for_their_position_are_not_evicted() -> None:
+    from lumina_cache.lab.tiny import SPECS, build
+
+    assert set(ROW_INDEX_IS_POSITION) == UNEVICTABLE
+    for name in UNEVICTABLE & SPECS.keys():
+        outcome = probe_model(build(name)).profile.outcome(ROW_GATHER)
+        assert ROW_INDEX_IS_POSITION[name] in str(outcome.reason)
 
 
 def test_a_model_that_cannot_be_run_by_itself_has_no_capabilities_and_the_reason_says_why() -> None:

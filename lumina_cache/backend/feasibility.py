@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ..actions import Action, Evict, Keep, Quantize, Reclaim
 from ..apply import not_built
-from ..estimate import Held, after_action, nbytes_allocated
+from ..estimate import Held, transient_of_action
 from .capabilities import BackendProfile, Capability
 
 __all__ = ["Reason", "Verdict", "classify"]
@@ -150,8 +150,8 @@ def _against_eviction(action: Evict, facts: _Facts) -> Iterable[Reason]:
 
 
 def _against_memory(action: Action, facts: _Facts, available: int) -> Iterable[Reason]:
-    """The new buffers of one layer exist beside its old ones: conversion goes layer by layer."""
-    transient = max((nbytes_allocated(after_action([one], action)) for one in facts.largest), default=0)
+    """Conversion goes layer by layer."""
+    transient = max((transient_of_action(one, action) for one in facts.largest), default=0)
     if transient > available:
         text = f"{transient} bytes are needed while converting one layer, {available} are available"
         yield Reason("exceeds_memory", text, transient, available)

@@ -9,8 +9,9 @@ wrong width does not broadcast.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -35,10 +36,20 @@ from .capabilities import (
 )
 from .interface import mlx_lm_version, mlx_version
 
-__all__ = ["ModelProbe", "pick_group_size", "probe_model", "probe_packed"]
+__all__ = ["ROW_INDEX_IS_POSITION", "ModelProbe", "pick_group_size", "probe_model", "probe_packed"]
 
 #: Group sizes that ``mx.quantize`` accepts, best first for equal bytes of quality figures: those were measured at 64.
 GROUP_SIZES = (64, 32)
+
+#: mlx-lm modules whose attention takes the index of a row for its position, so that evicting rows is not the same as
+#: masking them. Block patterns show only over prompts too long to probe; the test suite compares every module.
+ROW_INDEX_IS_POSITION: Mapping[str, str] = MappingProxyType(
+    {
+        "afm7": "layers that borrow K/V rotate their queries by the number of rows",
+        "minimax_m3_vl": "the indexer cuts its blocks by the index of a row",
+        "phi3small": "the block-sparse pattern is laid over the index of a row",
+    }
+)
 
 NOT_BUILT = "this version of lumina_cache has no code for it"
 
@@ -117,7 +128,7 @@ def _outcomes(model: Any, dense: _Dense, bits: Iterable[int]) -> dict[Capability
         VALUES: kv,
         QUERIES: Outcome(False, "mlx-lm's cache interface passes keys and values only"),
         DENSE_REENCODE: Outcome(False, NOT_BUILT),
-        ROW_GATHER: _try(lambda: _with_evicted_rows(model)) if rows else kv,
+        ROW_GATHER: _row_gather(model) if rows else kv,
     }
     for width in bits:
         if not rows:
@@ -131,6 +142,11 @@ def _outcomes(model: Any, dense: _Dense, bits: Iterable[int]) -> dict[Capability
             codec = Affine(width, dense.group_size)
             outcomes[packed_attention(width, codec.group_size)] = _try(_packed_attempt(model, codec))
     return outcomes
+
+
+def _row_gather(model: Any) -> Outcome:
+    why = ROW_INDEX_IS_POSITION.get(type(model).__module__.rsplit(".", 1)[-1])
+    return _try(lambda: _with_evicted_rows(model)) if why is None else Outcome(False, why)
 
 
 def _packed_attempt(model: Any, codec: Affine) -> Callable[[], None]:

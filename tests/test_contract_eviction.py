@@ -1,0 +1,237 @@
+"""Contract, item 4: evicting rows is the same as masking them in a cache that keeps everything.
+
+The reference is mlx-lm's own complete cache with the evicted positions hidden from every query. Float32; differences are
+at most 1e-5 of the largest logit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from harness import (
+    NO_ROWS,
+    UNEVICTABLE,
+    UNPACKABLE,
+    architectures,
+    assert_close,
+    feed,
+    hide,
+    masked_reference,
+    pack_reference,
+    quiet,
+    same_bits,
+    settle,
+    tokens,
+)
+from mlx_lm.models.base import create_attention_mask
+
+from lumina_cache.backend.probe import probe_model
+from lumina_cache.layers import KVCache, leaves
+
+PROMPT = 30
+#: Single tokens and several at once, in the order in which masks of both kinds follow each other.
+STEPS = [1, 1, 3, 1, 5, 2, 1]
+TAIL = sum(STEPS)
+
+
+def gone(rows: int, kept: int, sinks: int = 4) -> np.ndarray:
+    """Indices among ``rows`` that sinks and recent window leave out."""
+    return np.arange(sinks, rows - (kept - sinks))
+
+
+class Pair:
+    """A cache and its reference, fed alike."""
+
+    def __init__(self, model: Any, seed: int = 1) -> None:
+        self.model, self.ids = model, tokens(200, seed=seed)
+        self.cache, self.reference = quiet(model), masked_reference(model)
+        self.at = 0
+        #: Positions held, as the reference has them.
+        self.held = np.array([], dtype=np.int64)
+
+    def feed(self, steps: list[int]) -> None:
+        """Feed both; their logits agree."""
+        want = feed(self.model, self.reference, self.ids, steps, start=self.at)
+        got = feed(self.model, self.cache, self.ids, steps, start=self.at)
+        self.held = np.concatenate([self.held, np.arange(self.at, self.at + sum(steps))])
+        self.at += sum(steps)
+        assert_close(got, want)
+
+    def evict(self, kept: int, sinks: int = 4) -> None:
+        applied = self.cache.apply(f"evict:sinks_window@rows={kept},sinks={sinks}")
+        assert applied is not None
+        lost = gone(self.held.size, kept, sinks)
+        hide(self.reference, self.held[lost])
+        self.held = np.delete(self.held, lost)
+        assert (applied.rows_before, applied.rows_after) == (kept + lost.size, kept)
+        for layer in self.layers():
+            assert layer.positions().tolist() == self.held.tolist()
+            assert layer.offset == self.at
+
+    def pack(self, bits: int, group: int) -> None:
+        self.cache.apply(f"quant:affine,bits={bits},group={group}")
+        self.reference = pack_reference(self.reference, bits, group)
+
+    def layers(self) -> list[KVCache]:
+        return [leaf for leaf in leaves(self.cache) if isinstance(leaf, KVCache)]
+
+
+@pytest.mark.parametrize("name", architectures(but=NO_ROWS | UNEVICTABLE))
+def test_evicting_rows_equals_masking_them(tiny: Any, name: str) -> None:
+    pair = Pair(tiny(name))
+    pair.feed([PROMPT])
+    pair.evict(12)
+    pair.feed(STEPS)
+    assert {layer.rows for layer in pair.layers()} == {12 + TAIL}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(UNEVICTABLE))
+def test_where_the_probe_forbids_eviction_it_would_not_equal_masking(tiny: Any, name: str) -> None:
+    """Forced past the probe, these models' logits differ: the table of them is not longer than it must be."""
+    from lumina_cache.actions import parse_action
+    from lumina_cache.apply import execute
+
+    model, ids = tiny(name), tokens(80)
+    cache, reference = quiet(model), masked_reference(model)
+    for one in (cache, reference):
+        feed(model, one, ids, [70])
+    execute(list(leaves(cache)), parse_action("evict:sinks_window@rows=40"))
+    hide(reference, gone(70, 40))
+    got, want = (feed(model, one, ids, [1], start=70)[..., :128] for one in (cache, reference))
+    assert not mx.allclose(got, want, rtol=0.01, atol=0.01).item()
+
+
+@pytest.mark.parametrize("name", architectures(but=NO_ROWS | UNEVICTABLE))
+def test_evicting_twice_equals_masking_both_times(tiny: Any, name: str) -> None:
+    pair = Pair(tiny(name), seed=2)
+    pair.feed([20, 1])
+    pair.evict(15, sinks=2)
+    pair.feed([4, 1])
+    pair.evict(9, sinks=5)
+    pair.feed([1, 3, 1])
+
+
+def test_rows_lose_their_place_but_not_their_rope_position(tiny: Any) -> None:
+    """The control: with the number of rows as position the same rows give other logits."""
+    pair = Pair(tiny("llama"))
+    pair.feed([PROMPT])
+    pair.evict(12)
+    for layer in pair.layers():
+        layer.offset, layer._dropped = 12, 0
+    want = feed(pair.model, pair.reference, pair.ids, [1], start=PROMPT)
+    got = feed(pair.model, pair.cache, pair.ids, [1], start=PROMPT)
+    assert float(mx.abs(got - want).max() / mx.abs(want).max()) > 0.01
+
+
+@pytest.mark.parametrize("name", ["mistral3", "ministral3", "gemma3", "gpt_oss", "llama4", "baichuan_m1"])
+def test_windows_are_measured_in_positions_and_not_in_rows(tiny: Any, name: str) -> None:
+    """Rows that a window has left behind do not come back into it because rows between were evicted."""
+    pair = Pair(tiny(name), seed=3)
+    pair.feed([50, 1])
+    pair.evict(30, sinks=8)
+    pair.feed([1, 3, 1, 20, 1, 1, 5])
+
+
+def test_evicting_while_everything_is_within_the_window_and_going_on_past_it(tiny: Any) -> None:
+    pair = Pair(tiny("mistral3"), seed=4)
+    pair.feed([12])
+    pair.evict(8, sinks=3)
+    pair.feed([1, 4, 1, 17, 1])
+
+
+@pytest.mark.parametrize("packed_first", [True, False], ids=["packed then evicted", "evicted then packed"])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", architectures(but=NO_ROWS | UNEVICTABLE | UNPACKABLE.keys()))
+def test_packed_and_evicted_rows_equal_masked_packed_rows_in_either_order(
+    tiny: Any, name: str, bits: int, packed_first: bool
+) -> None:
+    group = probe_model(tiny(name)).group_size
+    assert group is not None
+    pair = Pair(tiny(name), seed=5)
+    pair.feed([PROMPT])
+    for pack in (packed_first, not packed_first):
+        if pack:
+            pair.pack(bits, group)
+        else:
+            pair.evict(12)
+    pair.feed(STEPS)
+
+
+def test_evicting_packed_rows_twice_equals_masking_them(tiny: Any) -> None:
+    pair = Pair(tiny("llama"), seed=6)
+    pair.feed([PROMPT])
+    pair.evict(20)
+    pair.pack(8, 32)
+    pair.feed([3, 1])
+    pair.evict(10, sinks=0)
+    pair.feed(STEPS)
+
+
+@pytest.mark.parametrize("name", ["llama", "falcon_h1", "phi3"])
+def test_codes_of_kept_rows_do_not_change_when_others_are_evicted(tiny: Any, name: str) -> None:
+    model = tiny(name)
+    cache = quiet(model)
+    feed(model, cache, tokens(PROMPT), [PROMPT])
+    cache.apply("quant:affine,bits=4,group=32")
+    settle(cache)
+    layers = [leaf for leaf in leaves(cache) if isinstance(leaf, KVCache)]
+    before = [[mx.array(a) for a in (*leaf.keys, *leaf.values)] for leaf in layers]
+    cache.apply("evict:sinks_window@rows=11,sinks=3")
+    kept = mx.array([i for i in range(PROMPT) if i not in gone(PROMPT, 11, 3)])
+    for leaf, was in zip(layers, before, strict=True):
+        for a, b in zip((*leaf.keys, *leaf.values), was, strict=True):
+            assert same_bits(a, b[:, :, kept])
+
+
+@pytest.mark.parametrize("return_array", [False, True])
+@pytest.mark.parametrize("window", [None, 5, 16, 100])
+@pytest.mark.parametrize("n", [1, 3, 5, 40])
+def test_masks_of_evicted_rows_are_the_columns_that_are_left_of_the_full_mask(
+    n: int, window: int | None, return_array: bool
+) -> None:
+    """N = 1 and N > 1, the string form and the array form, with and without a window."""
+    layer = KVCache()
+    rows = mx.zeros((1, 1, 30, 32))
+    layer.update_and_fetch(rows, rows)
+    index = np.array([0, 1, 2, 17, 22, 28, 29], dtype=np.int32)
+    layer.gather(index)
+    mask = create_attention_mask(mx.zeros((1, n, 8)), layer, window_size=window, return_array=return_array)
+    key, query = np.concatenate([index, np.arange(30, 30 + n)]), np.arange(30, 30 + n)
+    full = query[:, None] >= key[None]
+    if window is not None:
+        full &= query[:, None] - key[None] < window
+    if mask is None:
+        assert n == 1
+        assert window is None
+        assert full.all()
+    elif isinstance(mask, str):
+        assert (mask, window, return_array) == ("causal", None, False)
+        # "causal" aligns the last query with the last row; no row lies between, so it is the same mask.
+        assert np.array_equal(full, np.tri(n, key.size, key.size - n, dtype=bool))
+    else:
+        assert np.array_equal(np.array(mask), full)
+        # … and it fits the rows that the next update returns.
+        new = mx.zeros((1, 1, n, 32))
+        assert layer.update_and_fetch(new, new)[0].shape[2] == mask.shape[-1]
+
+
+def test_layers_that_share_a_mask_hold_the_same_number_of_rows(tiny: Any) -> None:
+    for name in ("llama", "longcat_flash", "deepseek_v32", "mistral3"):
+        pair = Pair(tiny(name))
+        pair.feed([PROMPT])
+        pair.cache.apply("evict:sinks_window@0.37")
+        assert len({layer.rows for layer in pair.layers()}) == 1
+
+
+def test_an_evicted_cache_cannot_be_trimmed_and_says_so(tiny: Any) -> None:
+    pair = Pair(tiny("llama"))
+    pair.feed([PROMPT])
+    assert pair.cache[0].is_trimmable()
+    pair.evict(12)
+    assert not pair.cache[0].is_trimmable()
+    assert pair.cache[0].trim(3) == 0
+    assert pair.cache[0].offset == PROMPT

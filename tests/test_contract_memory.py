@@ -1,0 +1,250 @@
+"""Contract, items 6 and 10, and what memory really does: old buffers go, nothing else holds rows, no limit is touched."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from harness import feed, greedy, held_of, pieces, quiet, real_bytes, settle, tokens
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.llama import Model, ModelArgs
+
+from lumina_cache.actions import parse_action
+from lumina_cache.audit import AuditLog
+from lumina_cache.cache import LuminaCache
+from lumina_cache.errors import ActionInfeasibleError
+from lumina_cache.estimate import peak_of_action, row_nbytes
+from lumina_cache.lab.tiny import SPECS
+
+ROWS = 1500
+
+
+def filled(model: Any, n: int = ROWS, **kwargs: Any) -> LuminaCache:
+    """A cache of ``n`` tokens with nothing else alive."""
+    cache = quiet(model, **kwargs)
+    feed(model, cache, tokens(n), pieces(n, 500))
+    settle(cache)
+    gc.collect()
+    mx.clear_cache()
+    return cache
+
+
+def step_nbytes(cache: LuminaCache) -> int:
+    """Bytes of one growth step of 256 rows in every layer: how exact MLX's own count has to be."""
+    return sum(256 * row_nbytes(one) for one in held_of(cache) if one.key_width)
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        "evict:sinks_window@rows=100",
+        "evict:sinks_window@0.50",
+        "quant:affine,bits=8,group=32",
+        "quant:affine,bits=4,group=32",
+        "evict:sinks_window@0.25+quant:affine,bits=4,group=32",
+        "reclaim",
+    ],
+)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "falcon_h1"])
+def test_old_buffers_are_gone_after_an_action(tiny: Any, name: str, action: str) -> None:
+    model = tiny(name)
+    cache = filled(model)
+    tolerance = step_nbytes(cache)
+    cache._control.probe(cache._control.trackers[0])
+    gc.collect()
+    before, pool = mx.get_active_memory(), mx.get_cache_memory()
+    applied = cache.apply(action)
+    assert applied is not None
+    fell = before - mx.get_active_memory()
+    promised = applied.before.nbytes_allocated - applied.predicted_allocated
+    assert abs(fell - promised) <= tolerance
+    assert applied.after.nbytes_allocated == applied.predicted_allocated == real_bytes(cache)
+    assert mx.get_cache_memory() <= pool, "what was freed went back to the system, not to the pool"
+    # What the log says of it is what was measured.
+    [record] = [r for r in cache.log.records if r["event"] == "action.applied"]
+    assert record["before"]["mlx_active"] - record["after"]["mlx_active"] == pytest.approx(
+        promised, abs=tolerance
+    )
+
+
+@pytest.mark.parametrize("n", [1500, 1536])
+@pytest.mark.parametrize(
+    "action",
+    [
+        "evict:sinks_window@0.90",
+        "quant:affine,bits=8,group=32",
+        "quant:affine,bits=4,group=32",
+        "evict:sinks_window@0.90+quant:affine,bits=4,group=32",
+        "reclaim",
+    ],
+)
+def test_the_transient_of_an_action_is_one_layer_and_not_all_and_was_predicted(action: str, n: int) -> None:
+    model = Model(ModelArgs.from_dict({**SPECS["llama"].config, "num_hidden_layers": 6}))
+    mx.eval(model.parameters())
+    cache = filled(model, n)
+    cache._control.probe(cache._control.trackers[0])
+    gc.collect()
+    mx.clear_cache()
+    one_layer = real_bytes(cache) // 6
+    predicted = peak_of_action(held_of(cache), parse_action(action)) - real_bytes(cache)
+    base = mx.get_active_memory()
+    mx.reset_peak_memory()
+    cache.apply(action)
+    transient = mx.get_peak_memory() - base
+    assert 0 < transient <= predicted + one_layer // 50
+    # Whether the cut keys are gone when the values are cut depends on how MLX schedules the two.
+    assert predicted <= transient + 0.55 * one_layer
+    assert transient < 2 * one_layer
+
+
+@pytest.mark.parametrize("action", ["evict:sinks_window@rows=64", "quant:affine,bits=8,group=32", "reclaim"])
+def test_no_slice_keeps_a_whole_buffer_alive(tiny: Any, action: str) -> None:
+    """Actions end in buffers of their own: dropping the cache frees exactly what it says it holds."""
+    cache = filled(tiny("llama"))
+    cache.apply(action)
+    nbytes, active = real_bytes(cache), mx.get_active_memory()
+    del cache
+    gc.collect()
+    assert active - mx.get_active_memory() == pytest.approx(nbytes, rel=0.05)
+
+
+def test_slack_is_counted_as_allocated_and_not_as_live(tiny: Any) -> None:
+    cache = quiet(tiny("llama"))
+    feed(tiny("llama"), cache, tokens(3), [3])
+    view = cache.observe()
+    row = row_nbytes(held_of(cache)[0])
+    assert (view.nbytes_live, view.nbytes_allocated) == (2 * 3 * row, 2 * 256 * row)
+    cache[0].trim(1)
+    assert cache.observe().nbytes_live == (3 + 2) * row
+    assert cache.observe().nbytes_allocated == 2 * 256 * row
+
+
+def test_nbytes_of_an_empty_entry_is_nothing_in_every_state(tiny: Any) -> None:
+    for name in ("llama", "gemma3", "llama4", "falcon_h1", "mamba"):
+        cache = quiet(tiny(name))
+        assert cache.nbytes == 0
+        assert [entry.nbytes for entry in cache] == [0] * len(cache)
+        assert all(entry.empty() for entry in cache)
+
+
+class Watched:
+    """Counts the bytes that one more append costs while something may hold on to the rows of the last one."""
+
+    def __init__(self, model: Any, cache: Any) -> None:
+        self.model, self.cache = model, cache
+
+    def grows_by(self) -> int:
+        gc.collect()
+        before = mx.get_active_memory()
+        logits = self.model(tokens(1), cache=self.cache)
+        mx.eval(logits)
+        settle(self.cache)
+        del logits
+        gc.collect()
+        return mx.get_active_memory() - before
+
+
+@pytest.mark.parametrize("log", [None, "file"])
+@pytest.mark.parametrize("budget", [None, "100MB"])
+def test_nothing_of_ours_holds_the_rows_of_the_last_step(
+    tiny: Any, tmp_path: Any, budget: str | None, log: str | None
+) -> None:
+    """A view that somebody keeps makes the next append copy the whole buffer."""
+    model = tiny("llama")
+    cache = filled(model, budget=budget, log=None if log is None else tmp_path / "log.jsonl")
+    theirs = make_prompt_cache(model)
+    feed(model, theirs, tokens(ROWS), pieces(ROWS, 500))
+    assert Watched(model, cache).grows_by() == Watched(model, theirs).grows_by() == 0
+    held = cache[0].keys_and_values()  # the control: what a careless logger would do
+    assert Watched(model, cache).grows_by() > 0
+    del held
+
+
+def test_the_log_holds_no_array_token_or_text(tiny: Any) -> None:
+    model = tiny("gemma3")
+    cache = quiet(model, budget="350kB")
+    feed(model, cache, tokens(700), pieces(690, 100, 10))
+    with pytest.raises(ActionInfeasibleError):
+        cache.apply("evict:h2o@0.50")
+
+    def plain(value: Any) -> bool:
+        if isinstance(value, dict):
+            return all(isinstance(k, str) and plain(v) for k, v in value.items())
+        if isinstance(value, list):
+            return len(value) < 200 and all(map(plain, value))
+        return (
+            value is None
+            or isinstance(value, bool | int | float)
+            or (isinstance(value, str) and len(value) < 400)
+        )
+
+    assert len(cache.log.records) > 5
+    for record in cache.log.records:
+        assert plain(record), record
+
+
+CALLS = (
+    "set_memory_limit",
+    "set_cache_limit",
+    "set_wired_limit",
+    "reset_peak_memory",
+    "set_default_device",
+    "set_default_stream",
+)
+
+
+def test_no_process_wide_limit_is_changed_and_the_peak_counter_is_not_reset(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by a run with every kind of action, nor by one that fails."""
+    called: list[str] = []
+    model = tiny("gemma3")
+    cache_limit = mx.set_cache_limit(1 << 30)
+    mx.set_cache_limit(cache_limit)
+    filler = mx.zeros((1 << 20,))
+    mx.eval(filler)
+    del filler
+    peak = mx.get_peak_memory()
+    with monkeypatch.context() as patch:
+        for name in CALLS:
+            patch.setattr(mx, name, lambda *a, _name=name, **k: called.append(_name))
+        cache = LuminaCache(model, budget="400kB")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            greedy(
+                model, tokens(600)[0].tolist(), cache, 10, prefill_step_size=100, kv_bits=8, kv_group_size=32
+            )
+        with pytest.raises(ActionInfeasibleError):
+            cache.apply("evict:h2o@0.50")
+        cache.apply("reclaim")
+        monkeypatch.setattr(type(cache[2]), "gather", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cache.apply("evict:sinks_window@rows=8")
+    assert called == []
+    assert mx.set_cache_limit(cache_limit) == cache_limit
+    assert mx.get_peak_memory() >= peak
+
+
+def test_an_action_that_breaks_inside_does_not_break_generation_when_a_policy_chose_it(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama")
+    cache = quiet(model, budget="700kB")
+    for method in ("gather", "reencode"):
+        monkeypatch.setattr(type(cache[0]), method, lambda *_: 1 / 0)
+    logits = feed(model, cache, tokens(900), pieces(890, 100, 10))
+    assert mx.isfinite(logits).all().item()
+    assert "action_failed" in [r.get("code") for r in cache.log.records]
+
+
+def test_the_log_can_be_switched_off_and_costs_no_file(tmp_path: Any, tiny: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    cache = quiet(tiny("llama"))
+    feed(tiny("llama"), cache, tokens(5), [4, 1])
+    cache.close()
+    assert list(tmp_path.iterdir()) == []
+    assert isinstance(cache.log, AuditLog)
