@@ -31,8 +31,8 @@ def cli(
 @pytest.fixture
 def log(tiny, tmp_path) -> Path:
     path, model = tmp_path / "run.jsonl", tiny("llama")
-    with LuminaCache(model, budget=130_000, log=path) as cache:
-        for _ in range(5):
+    with LuminaCache(model, budget=270_000, log=path) as cache:
+        for _ in range(9):
             mx.eval(model(mx.arange(1, 100)[None], cache=cache), [c.state for c in cache])
     return path
 

@@ -115,8 +115,8 @@ def test_a_refusal_carries_no_figure_to_be_compared():
 
 def test_a_real_run_gives_a_gap_with_causes_from_the_backend(tiny, tmp_path):
     model, path = tiny("llama"), tmp_path / "run.jsonl"
-    with LuminaCache(model, budget=150_000, log=path) as cache:
-        for _ in range(4):
+    with LuminaCache(model, budget=270_000, log=path) as cache:
+        for _ in range(9):
             mx.eval(model(mx.arange(1, 100)[None], cache=cache), [c.state for c in cache])
     report = gap_of_log(read_log(path))
     assert report.gaps
