@@ -223,7 +223,7 @@ def test_a_soak_beside_file_reads_makes_real_pressure_under_a_limit(
     measured = benchmark.pedantic(_joined, args=(FILE_PAGES, str(mebibytes), str(tmp_path)), rounds=1)
     soak_level, sampler_level, some, full, held = measured
     print(
-        f"\n{mebibytes} MiB of file read over and over: held {held // MIB} MiB, worst level {soak_level} in the "
-        f"soak, {sampler_level} in the sampler; PSI at most some {some:.2f} %, full {full:.2f} %"
+        f"\n{mebibytes} MiB of file read over and over: held {held // MIB} MiB, worst level {soak_level} "
+        f"in the soak, {sampler_level} in the sampler; PSI at most some {some:.2f} %, full {full:.2f} %"
     )
     assert held > 0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import pytest
@@ -102,3 +103,26 @@ def test_on_another_system_only_what_is_the_same_everywhere_is_read(monkeypatch:
     assert snapshot.platform == "plan9"
     assert snapshot.pressure_level is PressureLevel.UNKNOWN
     assert snapshot.disk_free_bytes is not None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at the process through /proc")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_reader_that_is_taken_through_a_fork_reads_the_child_and_not_the_parent() -> None:
+    reader = SnapshotReader(fast_only=True)
+    parent = reader.read().process_resident_bytes
+    assert parent is not None
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            held = b"x" * (256 << 20)
+            child = reader.read().process_resident_bytes
+            status = 0 if child is not None and child > parent + len(held) // 2 else 2
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    after = reader.read().process_resident_bytes
+    assert after is not None
+    assert after < parent + (64 << 20)
+    reader.close()

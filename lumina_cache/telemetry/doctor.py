@@ -122,7 +122,7 @@ def _costs() -> list[Check]:
         rounds = 20_000
         begun = time.perf_counter()
         for _ in range(rounds):
-            sampler.latest
+            _ = sampler.latest
         load = (time.perf_counter() - begun) / rounds
     return [
         Check(

@@ -4,7 +4,9 @@ a source that failed is asked again.
 
 from __future__ import annotations
 
+import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -65,7 +67,7 @@ class Probe:
             raise ValueError(f"probe {self.name} names fields that a snapshot does not have: {strangers}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ReaderSet:
     """The probes of one platform, in order of preference, and how to let go of what they hold open."""
 
@@ -74,6 +76,21 @@ class ReaderSet:
     forget: Callable[[], None] = lambda: None
     """After a fork: drop handles that belong to the parent without closing them; they are reopened on use."""
     close: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        _READER_SETS.add(self)
+
+
+_READER_SETS: weakref.WeakSet[ReaderSet] = weakref.WeakSet()
+
+
+def _forget_after_fork() -> None:
+    for readers in list(_READER_SETS):
+        readers.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def merge(parts: Sequence[Mapping[str, Reading]]) -> Readings:

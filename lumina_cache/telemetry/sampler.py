@@ -270,8 +270,7 @@ class _Core:
                 thread.join(_JOIN_SECONDS)
 
     def after_fork(self) -> None:
-        """In the child there are no threads, and the handles are the parent's."""
-        self.readers.forget()
+        """In the child there are no threads. (The readers drop the parent's handles themselves.)"""
         if not self.stopping:
             self._reset()
             self.threads = ()
