@@ -6,7 +6,7 @@ import copy
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, SupportsIndex, overload
 
 import mlx.core as mx
