@@ -488,8 +488,10 @@ def _parse_evict(scorer: str, args: str | None, whole: str) -> Evict:
     for arg in _split(args):
         if "=" in arg:
             _put(given, arg, ("rows", "sinks", "recent"), whole)
-        else:
+        elif ratio is None:
             ratio = _ratio(arg, whole)
+        else:
+            raise ActionSyntaxError(f"{whole!r}: {arg!r} is a second ratio")
     sinks = given.get("sinks", DEFAULT_SINKS)
     return Evict(scorer, ratio=ratio, rows=given.get("rows"), sinks=sinks, recent=given.get("recent", 0))
 

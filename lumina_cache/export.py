@@ -33,6 +33,8 @@ def to_mlx(entry: Any, *, decode: bool = False) -> Any:
     entry._touch()
     if not (isinstance(entry, KVCache) and entry.changed):
         plain = getattr(stock, type(entry).__name__)
+        if plain is stock.ConcatenateKVCache and entry.keys is None:  # its state cannot be set without rows
+            return plain()
         return plain.from_state(copy.deepcopy(entry.state))
     return _changed(entry, decode)
 

@@ -331,6 +331,8 @@ class KVCache(_RowLayer, stock.KVCache):  # type: ignore[misc]
     def gather(self, index: np.ndarray) -> None:
         """Keep only the rows at ``index`` (T',) int32, ascending; the codes of kept rows do not change."""
         positions, rows = self.positions(), self.rows
+        if len(index) == rows:
+            return
         where = mx.array(index)
         keys = tuple(mx.take(a, where, axis=2) for a in cut_rows(_parts(self.keys), rows))
         values = tuple(mx.take(a, where, axis=2) for a in cut_rows(_parts(self.values), rows))

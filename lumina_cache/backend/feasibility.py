@@ -115,19 +115,19 @@ def _reasons(action: Action, facts: _Facts) -> tuple[Reason, ...]:
     if changes_rows and facts.rows == 0:
         found.append(_NOTHING)
         return tuple(found)
+    rows, coarsest = facts.rows, facts.coarsest  # as the parts so far leave them
     for part in action.parts:
         if isinstance(part, Evict):
-            found += _against_eviction(part, facts)
-        elif isinstance(part, Quantize) and facts.coarsest is not None and part.key_bits >= facts.coarsest:
-            found.append(
-                Reason(
-                    "already_coarser",
-                    f"rows are held at {facts.coarsest} bits already; re-encoding at {part.key_bits} cannot bring "
-                    "detail back",
-                    part.key_bits,
-                    facts.coarsest,
+            found += _against_eviction(part, rows, facts.rows_must_stay)
+            rows = part.rows_kept(rows)
+        elif isinstance(part, Quantize):
+            if coarsest is not None and part.key_bits >= coarsest:
+                text = (
+                    f"rows are held at {coarsest} bits already; re-encoding at {part.key_bits} cannot bring "
+                    "detail back"
                 )
-            )
+                found.append(Reason("already_coarser", text, part.key_bits, coarsest))
+            coarsest = part.key_bits
     if not found and changes_rows and facts.available is not None:
         found += _against_memory(action, facts, facts.available)
     return tuple(found)
@@ -137,13 +137,13 @@ _NOTHING = Reason("nothing_to_change", "no layer holds rows that an action could
 _MUST_STAY = Reason("rows_must_stay", "tokens may be taken back (speculative decoding), so rows must stay")
 
 
-def _against_eviction(action: Evict, facts: _Facts) -> Iterable[Reason]:
-    if facts.rows_must_stay:
+def _against_eviction(action: Evict, rows: int, rows_must_stay: bool) -> Iterable[Reason]:
+    if rows_must_stay:
         yield _MUST_STAY
-    kept, guarded = action.rows_kept(facts.rows), action.sinks + action.recent
-    if kept >= facts.rows:
-        text = f"{kept} rows asked, {facts.rows} held: nothing to evict"
-        yield Reason("too_few_rows", text, kept, facts.rows)
+    kept, guarded = action.rows_kept(rows), action.sinks + action.recent
+    if kept >= rows:
+        text = f"{kept} rows asked, {rows} held: nothing to evict"
+        yield Reason("too_few_rows", text, kept, rows)
     elif kept <= guarded:
         text = f"{kept} rows would leave no choice beside {guarded} protected ones"
         yield Reason("too_few_rows", text, kept, guarded)

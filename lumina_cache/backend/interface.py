@@ -12,6 +12,7 @@ from mlx_lm._version import __version__ as mlx_lm_version
 from mlx_lm.models import base
 from mlx_lm.models import cache as stock
 
+from ..codecs.base import STEP
 from ..errors import BackendInterfaceError
 
 __all__ = ["TESTED_MLX_LM", "check_interface", "mlx_lm_version", "mlx_version"]
@@ -77,7 +78,7 @@ def check_interface() -> None:
     Raises:
         BackendInterfaceError: naming each difference and the versions that are known to work.
     """
-    differences = [*_signature_differences(), *_field_differences()]
+    differences = [*_signature_differences(), *_field_differences(), *_step_differences()]
     if differences:
         raise BackendInterfaceError(
             f"mlx-lm {mlx_lm_version} is not one that lumina_cache knows: {'; '.join(differences)}. "
@@ -100,8 +101,8 @@ def _signature_differences() -> list[str]:
 
 
 def _same_but_receiver(got: tuple[str, ...], wanted: tuple[str, ...]) -> bool:
-    """A class method may name its receiver as it likes."""
-    return got[-len(wanted) :] == wanted
+    """A method may name its receiver as it likes."""
+    return wanted[0] == "self" and len(got) == len(wanted) and got[1:] == wanted[1:]
 
 
 def _field_differences() -> list[str]:
@@ -115,4 +116,16 @@ def _field_differences() -> list[str]:
         missing = [f for f in wanted if f not in fields]
         if missing:
             found.append(f"{name} has no field {', '.join(missing)}")
+    return found
+
+
+def _step_differences() -> list[str]:
+    """Bytes are predicted from the rows by which buffers grow."""
+    found = []
+    for name in ("KVCache", "RotatingKVCache", "QuantizedKVCache", "ChunkedKVCache"):
+        step = getattr(getattr(stock, name, None), "step", None)
+        if step is None:
+            found.append(f"{name}.step is missing")
+        elif step != STEP:
+            found.append(f"{name}.step is {step}, not {STEP}")
     return found

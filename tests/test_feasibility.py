@@ -1,0 +1,272 @@
+"""From A to F: what is called feasible runs, what is called infeasible fails, and every refusal has its reason."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from harness import NO_ROWS, UNEVICTABLE, UNPACKABLE, architectures, feed, held_of, quiet, tokens
+
+from lumina_cache.actions import Action, Quantize, action_space, parse_action
+from lumina_cache.apply import execute, not_built
+from lumina_cache.backend.capabilities import (
+    ATTENTION_WEIGHTS,
+    DENSE_REENCODE,
+    KEYS,
+    QUERIES,
+    ROW_GATHER,
+    VALUES,
+    BackendProfile,
+    Outcome,
+    packed_attention,
+)
+from lumina_cache.backend.feasibility import Reason, Verdict, classify
+from lumina_cache.backend.probe import probe_model
+from lumina_cache.estimate import Held, after_action, transient_of_action
+from lumina_cache.layers import leaves
+
+#: What this library has no code for cannot be forced, so nothing can show that it would fail. All of it says so.
+NOT_FORCED = ("not_built",)
+
+
+def grid(group: int) -> list[Action]:
+    """Everything that there is code for, in one size of each, and some of what there is none for."""
+    built = [
+        "keep",
+        "reclaim",
+        "evict:sinks_window@0.50",
+        "evict:sinks_window@rows=12,sinks=2",
+        f"quant:affine,bits=8,group={group}",
+        f"quant:affine,bits=4,group={group}",
+        f"evict:sinks_window@0.50+quant:affine,bits=4,group={group}",
+        f"quant:affine,bits=8,group={group}+evict:sinks_window@0.50",
+        f"quant:affine,bits=8,group={group}+quant:affine,bits=4,group={group}+reclaim",
+    ]
+    return [parse_action(text) for text in built] + list(
+        action_space(ratios=(0.5,), composite_ratios=(), group_size=group)
+    )
+
+
+def goes_on(model: Any, cache: Any) -> None:
+    """The next steps of the model with this cache: one token, several, one."""
+    logits = feed(model, cache, tokens(5, seed=4), [1, 3, 1])
+    if mx.isnan(logits).any().item():
+        raise ValueError("logits are not numbers")
+
+
+@pytest.mark.parametrize("name", architectures())
+def test_feasible_actions_run_and_infeasible_ones_fail_when_forced(tiny: Any, name: str) -> None:
+    model = tiny(name)
+    probe = probe_model(model)
+    start = quiet(model)
+    feed(model, start, tokens(30), [29, 1])
+    verdicts = classify(grid(probe.group_size or 64), probe.profile, held_of(start))
+    assert sum(v.feasible for v in verdicts) >= 2, "keep and reclaim always are"
+    for verdict in verdicts:
+        if verdict.feasible:
+            cache = copy.deepcopy(start)
+            applied = cache.apply(verdict.action)
+            assert applied is not None
+            goes_on(model, cache)
+            continue
+        codes = {reason.code for reason in verdict.reasons}
+        if codes & set(NOT_FORCED):
+            assert not_built(verdict.action), verdict
+            continue
+        forced = copy.deepcopy(start)
+        if codes == {"missing_capability", "nothing_to_change"}:
+            assert execute(list(leaves(forced)), verdict.action).layers_changed == ()
+            assert name in NO_ROWS
+        elif any(r.capability == "ROW_GATHER" for r in verdict.reasons) and name in UNEVICTABLE:
+            # It runs, and is wrong: see test_where_the_probe_forbids_eviction_it_would_not_equal_masking.
+            continue
+        else:
+            with pytest.raises(Exception, match=r".") as caught:
+                execute(list(leaves(forced)), verdict.action)
+                goes_on(model, forced)
+            # The reason given beforehand is the one that forcing gives.
+            text = str(caught.value).strip().split("\n", 1)[0]
+            assert any(text in reason.text for reason in verdict.reasons), (text, verdict)
+
+
+@pytest.mark.parametrize("name", architectures(but=NO_ROWS))
+def test_the_feasible_set_is_that_of_the_table_of_models(tiny: Any, name: str) -> None:
+    model = tiny(name)
+    probe = probe_model(model)
+    cache = quiet(model)
+    feed(model, cache, tokens(30), [30])
+    feasible = {
+        str(v.action)
+        for v in classify(grid(probe.group_size or 64), probe.profile, held_of(cache))
+        if v.feasible
+    }
+    assert {"keep", "reclaim"} <= feasible
+    assert any(text.startswith("evict") and "quant" not in text for text in feasible) == (
+        name not in UNEVICTABLE
+    )
+    assert any("quant:affine" in text for text in feasible) == (name not in UNPACKABLE)
+
+
+# -- one reason at a time, on values ---------------------------------------------------------------------------------
+
+
+KV = Held(
+    "layer 0", "kv", rows=600, capacity=768, offset=600, key_width=128, value_width=128, itemsize=4, index=0
+)
+ALL = {c: Outcome(True) for c in (KEYS, VALUES, ROW_GATHER, packed_attention(8, 64), packed_attention(4, 64))}
+
+
+def profile(outcomes: Any = None) -> BackendProfile:
+    return BackendProfile("cpu", "0", "0", "test", ALL if outcomes is None else outcomes)
+
+
+def judge(text: str, layers: Any = (KV,), known: BackendProfile | None = None, **kwargs: Any) -> Verdict:
+    [verdict] = classify([parse_action(text)], known or profile(), layers, **kwargs)
+    assert verdict.feasible == (verdict.reasons == ())
+    return verdict
+
+
+def codes(verdict: Verdict) -> list[str]:
+    return [reason.code for reason in verdict.reasons]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "keep",
+        "reclaim",
+        "evict:sinks_window@0.50",
+        "evict:sinks_window@rows=5",
+        "quant:affine,bits=4,group=64",
+        "evict:sinks_window@0.50+quant:affine,bits=8,group=64",
+        "quant:affine,bits=8,group=64+quant:affine,bits=4,group=64",
+    ],
+)
+def test_what_the_backend_has_and_the_state_allows_is_feasible(text: str) -> None:
+    assert judge(text).feasible
+
+
+def test_every_missing_capability_is_named_with_what_the_probe_said() -> None:
+    known = profile(
+        {
+            ROW_GATHER: Outcome(False, "no"),
+            KEYS: Outcome(True),
+            packed_attention(4, 64): Outcome(False, "sinks"),
+        }
+    )
+    verdict = judge("evict:sinks_window@0.50+quant:affine,bits=4,group=64", known=known)
+    missing = {r.capability: r.text for r in verdict.reasons if r.code == "missing_capability"}
+    assert missing == {
+        "ROW_GATHER": "ROW_GATHER: no",
+        "PACKED_ATTENTION(4,64)": "PACKED_ATTENTION(4,64): sinks",
+    }
+    assert judge("keep", known=known).feasible
+
+
+@pytest.mark.parametrize("capability", [QUERIES, ATTENTION_WEIGHTS, DENSE_REENCODE])
+def test_what_nobody_probed_is_missing_and_says_so(capability: Any) -> None:
+    text = {
+        QUERIES: "evict:snapkv@0.50",
+        ATTENTION_WEIGHTS: "evict:h2o@0.50",
+        DENSE_REENCODE: "quant:kivi,bits=4,group=32",
+    }[capability]
+    reasons = judge(text).reasons
+    assert any(r.capability == str(capability) and "not probed" in r.text for r in reasons)
+    assert reasons[0].code == "not_built"
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [(), (Held("x", "kv"),), (Held("x", "not_kv", fixed_nbytes=9),), (replace(KV, kind="rotating"),)],
+)
+def test_without_rows_there_is_nothing_to_change_but_keeping_is_fine(layers: Any) -> None:
+    for text in ("evict:sinks_window@0.50", "quant:affine,bits=4,group=64"):
+        assert codes(judge(text, layers)) == ["nothing_to_change"]
+    assert judge("keep", layers).feasible
+    assert judge("reclaim", layers).feasible
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted", "limit"),
+    [
+        ("evict:sinks_window@rows=600", 600, 600),
+        ("evict:sinks_window@rows=9999", 600, 600),
+        ("evict:sinks_window@rows=4", 4, 4),
+        ("evict:sinks_window@rows=3", 3, 4),
+        ("evict:sinks_window@rows=70,sinks=8,recent=64", 70, 72),
+    ],
+)
+def test_evictions_that_would_drop_nothing_or_leave_no_choice_are_refused_with_their_numbers(
+    text: str, wanted: int, limit: int
+) -> None:
+    [reason] = judge(text).reasons
+    assert (reason.code, reason.wanted, reason.limit) == ("too_few_rows", wanted, limit)
+    assert str(wanted) in reason.text
+
+
+def test_rows_must_stay_while_tokens_may_be_taken_back_and_may_be_packed_meanwhile() -> None:
+    assert codes(judge("evict:sinks_window@0.50", rows_must_stay=True)) == ["rows_must_stay"]
+    assert judge("quant:affine,bits=4,group=64", rows_must_stay=True).feasible
+    both = judge("evict:sinks_window@0.50+quant:affine,bits=4,group=64", rows_must_stay=True)
+    assert codes(both) == ["rows_must_stay"]
+
+
+def test_rows_are_never_packed_more_finely_than_they_are() -> None:
+    packed = after_action([KV], Quantize("affine", 4, 4, 64))
+    for bits in (4, 8):
+        [reason] = judge(f"quant:affine,bits={bits},group=64", packed).reasons
+        assert (reason.code, reason.wanted, reason.limit) == ("already_coarser", bits, 4)
+    assert judge("evict:sinks_window@0.50", packed).feasible
+
+
+def test_the_parts_of_a_composite_are_judged_on_what_the_parts_before_them_leave() -> None:
+    assert codes(judge("quant:affine,bits=4,group=64+quant:affine,bits=8,group=64")) == ["already_coarser"]
+    assert codes(judge("evict:sinks_window@rows=20+evict:sinks_window@rows=30")) == ["too_few_rows"]
+    assert judge("evict:sinks_window@rows=30+evict:sinks_window@rows=20").feasible
+
+
+def test_memory_for_converting_one_layer_has_to_be_there() -> None:
+    layers = (KV, replace(KV, key_width=256, name="layer 1", index=1))
+    action = parse_action("quant:affine,bits=8,group=64")
+    needed = max(transient_of_action(one, action) for one in layers)
+    assert judge(str(action), layers, available=needed).feasible
+    [reason] = judge(str(action), layers, available=needed - 1).reasons
+    assert (reason.code, reason.wanted, reason.limit) == ("exceeds_memory", needed, needed - 1)
+    assert judge("keep", layers, available=0).feasible
+    assert judge(str(action), layers, available=None).feasible, "unknown is not zero"
+
+
+def test_equal_layers_counted_once_are_judged_like_layers_given_one_by_one() -> None:
+    merged = (replace(KV, count=9, index=-1),)
+    for text in ("evict:sinks_window@0.50", "quant:affine,bits=4,group=64"):
+        for available in (0, 10**9):
+            assert codes(judge(text, merged, available=available)) == codes(
+                judge(text, (KV,) * 9, available=available)
+            )
+
+
+def test_plans_and_offloading_of_layers_can_be_judged_on_merged_layers() -> None:
+    merged = (replace(KV, count=9, index=-1),)
+    for text in ("0-3:quant:affine,bits=4,group=64", "offload:layers=0-3"):
+        assert not judge(text, merged, available=10**9).feasible
+
+
+def test_a_reason_is_written_down_with_what_it_has_and_no_more() -> None:
+    assert Reason("a", "b").to_record() == {"code": "a", "text": "b"}
+    full = Reason("a", "b", 0, 2, "KEYS").to_record()
+    assert full == {"code": "a", "text": "b", "wanted": 0, "limit": 2, "capability": "KEYS"}
+
+
+def test_every_action_of_the_space_is_judged_and_every_refusal_has_a_text() -> None:
+    actions = action_space(rows=(100,))
+    verdicts = classify(actions, profile(), [KV])
+    assert [v.action for v in verdicts] == list(actions)
+    for verdict in verdicts:
+        for reason in verdict.reasons:
+            assert reason.text.strip()
+        assert verdict.feasible == (
+            not_built(verdict.action) is None and verdict.action.requires <= ALL.keys()
+        )
