@@ -363,8 +363,15 @@ _VIEWS = frozenset(
     }
 )
 
+#: Views after which neighbours in the array are not neighbours in memory, so that a later reshape has to copy.
+_STRIDING = frozenset({"AsStrided", "Broadcast", "BroadcastAxes", "DynamicSlice", "Slice", "Split", "Transpose"})
+_RESHAPING = frozenset({"Flatten", "Reshape"})
+
 #: Operations that never write into an input's buffer, though result and input are equally large.
 _FRESH = frozenset({"Arange", "Concatenate", "Full", "Gather", "GatherAxis", "Matmul", "AddMM", "GatherMM", "Reduce"})
+
+#: Operations that may wait before MLX goes into depth (its ``MLX_BFS_MAX_WIDTH``).
+_WIDTH = 20
 
 #: Inputs of the stand-in for attention: its own array, queries, keys, values, and what else there is.
 _STAND_IN_INPUTS = 4
@@ -372,6 +379,7 @@ _STAND_IN_INPUTS = 4
 
 def _account(few: _Graph, many: _Graph, rows: tuple[int, int], n: int, vocab: int) -> StepTrace:
     """Walk both graphs side by side. MLX frees a buffer after its last reader and reuses it where one is as large."""
+    order = _evaluation_order(few)
     uses: dict[str, int] = dict.fromkeys(few.outputs, 1)
     for operation in few.operations:
         for name, _, _ in operation.inputs:
@@ -382,22 +390,24 @@ def _account(few: _Graph, many: _Graph, rows: tuple[int, int], n: int, vocab: in
     quiet: list[tuple[int, int]] = []
     at_calls: dict[AttentionCall, list[tuple[int, int]]] = {}
     logits = most_logits = 0
-    calls = iter(few.calls)
-    for one, other in zip(few.operations, many.operations, strict=True):
+    stand_ins = [i for i, one in enumerate(few.operations) if _is_stand_in(one)]
+    if len(stand_ins) != len(few.calls):
+        raise ModelShapeError("the graph does not show every attention call that was made")
+    calls = dict(zip(stand_ins, few.calls, strict=True))
+    for i in order:
+        one, other = few.operations[i], many.operations[i]
         wide = any(shape[-1:] == (vocab,) for _, shape, _ in one.outputs)
         for a, b in zip(one.outputs, other.outputs, strict=True):
             size = (0, 0) if wide else (_nbytes(a), _nbytes(b))
             logits += _nbytes(a) if wide and one.name not in _VIEWS else 0
             book.write(one, a[0], size)
-        if one.name == "Depends" and len(one.inputs) >= _STAND_IN_INPUTS:
-            at_calls.setdefault(next(calls), []).append(book.alive)
+        if i in calls:
+            at_calls.setdefault(calls[i], []).append(book.alive)
         quiet.append(book.alive)
         book.read(one)
         most_logits = max(most_logits, logits)
         if wide and one.name not in _VIEWS and len(one.inputs) and any(i[1][-1:] == (vocab,) for i in one.inputs):
             logits = _nbytes(one.outputs[0])
-    if next(calls, None) is not None:
-        raise ModelShapeError("the graph does not show every attention call that was made")
     end = book.alive
     return StepTrace(
         n=n,
@@ -405,6 +415,45 @@ def _account(few: _Graph, many: _Graph, rows: tuple[int, int], n: int, vocab: in
         calls=tuple((call, _envelope(alive, end, rows)) for call, alive in at_calls.items()),
         logits=most_logits,
     )
+
+
+def _is_stand_in(operation: _Operation) -> bool:
+    return operation.name == "Depends" and len(operation.inputs) >= _STAND_IN_INPUTS
+
+
+def _evaluation_order(graph: _Graph) -> list[int]:
+    """Indices of the operations in the order in which ``mx.eval`` carries them out.
+
+    MLX walks from the results towards the inputs, level by level, an operation after all of its readers, and does
+    what it met last first. Where more than :data:`_WIDTH` operations wait it goes into depth.
+    """
+    maker = {name: i for i, one in enumerate(graph.operations) for name, _, _ in one.outputs}
+    inputs = [[maker[name] for name, _, _ in one.inputs if name in maker] for one in graph.operations]
+    inputs.append([maker[name] for name in graph.outputs if name in maker])
+    readers: dict[int, int] = {}
+    waiting = [len(graph.operations)]
+    while waiting:
+        for i in inputs[waiting.pop()]:
+            if i not in readers:
+                waiting.append(i)
+            readers[i] = readers.get(i, 0) + 1
+    met, at, put_off = [len(graph.operations)], 0, list[tuple[int, int]]()
+    while readers:
+        if at < len(met):
+            one, first = met[at], 0
+            at += 1
+        else:
+            one, first = put_off.pop()
+        for k in range(first, len(inputs[one])):
+            if len(met) - at >= _WIDTH:
+                put_off.append((one, k))
+                break
+            i = inputs[one][k]
+            readers[i] -= 1
+            if readers[i] == 0:
+                del readers[i]
+                met.append(i)
+    return met[:0:-1]
 
 
 class _Book:
@@ -417,6 +466,7 @@ class _Book:
         self._size: dict[str, tuple[int, int]] = {}
         self._arrays: dict[str, int] = {}  # buffer → arrays that still need it
         self._free = free
+        self._strided: set[str] = set()
 
     def hold(self, name: str, size: tuple[int, int]) -> None:
         self._buffer[name], self._size[name], self._arrays[name] = name, size, 1
@@ -431,16 +481,16 @@ class _Book:
             self._arrays[old] += 1
 
     def _reused(self, operation: _Operation, size: tuple[int, int]) -> str | None:
-        if not operation.inputs or operation.inputs[0][0] in self._free:
-            candidates = operation.inputs[1:]
-        else:
-            candidates = operation.inputs
-        if operation.name in _VIEWS:
-            first = operation.inputs[0][0] if operation.inputs else ""
-            return self._buffer.get(first) if first not in self._free else self._constant(first)
+        if operation.name in _VIEWS and operation.inputs:
+            viewed = operation.inputs[0][0]
+            if operation.name in _RESHAPING and viewed in self._strided:
+                return None
+            if operation.name in _STRIDING or viewed in self._strided:
+                self._strided.add(operation.outputs[0][0])
+            return self._viewed(viewed)
         if operation.name in _FRESH:
             return None
-        for name, _, _ in candidates:
+        for name, _, _ in operation.inputs:
             buffer = self._buffer.get(name)
             if (
                 buffer is not None
@@ -451,11 +501,11 @@ class _Book:
                 return buffer
         return None
 
-    def _constant(self, name: str) -> str:
-        """A view of a weight takes nothing."""
+    def _viewed(self, name: str) -> str:
+        """The buffer of an array; weights and constants take nothing."""
         if name not in self._buffer:
             self._buffer[name], self._size[name], self._arrays[name] = name, (0, 0), 1
-        return name
+        return self._buffer[name]
 
     def read(self, operation: _Operation) -> None:
         for name, _, _ in operation.inputs:
