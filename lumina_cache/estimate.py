@@ -82,7 +82,8 @@ def row_nbytes(held: Held) -> int:
 def nbytes_allocated(layers: Iterable[Held]) -> int:
     """Bytes of the arrays as allocated, slack included."""
     return sum(
-        one.count * (one.capacity * row_nbytes(one) + _tail_nbytes(one) + _other_nbytes(one)) for one in layers
+        one.count * (one.capacity * row_nbytes(one) + _tail_nbytes(one) + _other_nbytes(one))
+        for one in layers
     )
 
 
@@ -161,9 +162,7 @@ def _acted(held: Held, action: Action) -> Held:
             # One width for both: an action with unequal bits is sized by their mean, exact when the widths are equal.
             bits = (action.key_bits + action.value_bits) // 2
             tail = KIVI_RESIDUAL if action.codec == "kivi" else 0
-            return replace(
-                held, capacity=held.rows, bits=bits, group_size=action.group_size, dense_tail=tail
-            )
+            return replace(held, capacity=held.rows, bits=bits, group_size=action.group_size, dense_tail=tail)
     raise TypeError(f"no byte formula for {action!r}")
 
 

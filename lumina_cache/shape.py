@@ -17,7 +17,7 @@ import json
 import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +64,16 @@ class ModelShape:
     module: str  #: of mlx-lm
     source: str  #: ``"config"`` or ``"model"``
     layers: tuple[Held, ...]  #: per cache leaf, with no rows yet
-    head_dims: tuple[tuple[int, int] | None, ...]  #: per leaf: last dims of keys and of values; None without K/V
+    head_dims: tuple[
+        tuple[int, int] | None, ...
+    ]  #: per leaf: last dims of keys and of values; None without K/V
     vocab_size: int
     logits_itemsize: int
     weights_nbytes: int | None
     max_position: int | None  #: longest context that the configuration names
-    steps: tuple[StepTrace, ...]  #: what steps take besides, for :data:`STEP_LENGTHS`; empty if that is not known
+    steps: tuple[
+        StepTrace, ...
+    ]  #: what steps take besides, for :data:`STEP_LENGTHS`; empty if that is not known
     steps_unknown: str | None  #: why ``steps`` is empty
     assumptions: tuple[str, ...]
 
@@ -115,7 +119,9 @@ def shape_from_config(config: Mapping[str, Any] | Path | str) -> ModelShape:
         _pack(model, values, assumptions)
     weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     entries, after, longer = _followed(model)
-    return _shape(model, entries, after, longer, "config", weights, _max_position(values), assumptions, run=None)
+    return _shape(
+        model, entries, after, longer, "config", weights, _max_position(values), assumptions, run=None
+    )
 
 
 def shape_from_model(model: Any) -> ModelShape:
@@ -136,7 +142,9 @@ def shape_from_model(model: Any) -> ModelShape:
     try:
         entries, after, longer = _followed(model)
     except ModelShapeError as error:
-        assumptions.append(f"shapes are from running four tokens, because the model cannot be followed: {error}")
+        assumptions.append(
+            f"shapes are from running four tokens, because the model cannot be followed: {error}"
+        )
 
         def run(tokens: Sequence[int]) -> tuple[list[Any], mx.array]:
             return _run(model, tokens)
@@ -152,7 +160,9 @@ def _classes(config: dict[str, Any]) -> tuple[Any, Any]:
     name = config.get("model_type")
     if not isinstance(name, str):
         found = "missing" if name is None else repr(name)
-        raise ModelShapeError(f"field model_type: {found}; expected the name of an architecture such as 'llama'")
+        raise ModelShapeError(
+            f"field model_type: {found}; expected the name of an architecture such as 'llama'"
+        )
     if config.get("model_file") is not None:
         raise ModelShapeError(
             f"field model_file: {config['model_file']!r}; a model with code of its own is not built from its "
@@ -163,12 +173,16 @@ def _classes(config: dict[str, Any]) -> tuple[Any, Any]:
     except ValueError:
         raise ModelShapeError(_unknown(name, config)) from None
     except AttributeError:
-        raise ModelShapeError(f"field model_type: {name!r} is a helper module of mlx-lm, not a model") from None
+        raise ModelShapeError(
+            f"field model_type: {name!r} is a helper module of mlx-lm, not a model"
+        ) from None
     return classes
 
 
 def _unknown(name: str, config: Mapping[str, Any]) -> str:
-    known = {found.name for found in pkgutil.iter_modules(mlx_lm.models.__path__)} | set(utils.MODEL_REMAPPING)
+    known = {found.name for found in pkgutil.iter_modules(mlx_lm.models.__path__)} | set(
+        utils.MODEL_REMAPPING
+    )
     near = difflib.get_close_matches(name, sorted(known), n=4, cutoff=0.5)
     text = f"field model_type: {name!r} is not a model of the installed mlx-lm"
     if near:
@@ -181,7 +195,9 @@ def _unknown(name: str, config: Mapping[str, Any]) -> str:
 
 def _check_counts(config: Mapping[str, Any], within: str = "") -> None:
     for field, value in config.items():
-        if field in _COUNTS and (isinstance(value, bool | str | float) or (isinstance(value, int) and value < 1)):
+        if field in _COUNTS and (
+            isinstance(value, bool | str | float) or (isinstance(value, int) and value < 1)
+        ):
             raise ModelShapeError(f"field {within}{field}: {value!r}; expected a whole number above zero")
         if isinstance(value, dict) and field in ("text_config", "llm_config", "language_config"):
             _check_counts(value, f"{within}{field}.")
@@ -195,9 +211,13 @@ def _dtype(config: Mapping[str, Any], assumptions: list[str]) -> mx.Dtype:
                 continue
             name = str(value).removeprefix("torch.").removeprefix("mlx.core.")
             if name not in _DTYPES:
-                raise ModelShapeError(f"field {prefix}{field}: {value!r}; expected one of {', '.join(_DTYPES)}")
+                raise ModelShapeError(
+                    f"field {prefix}{field}: {value!r}; expected one of {', '.join(_DTYPES)}"
+                )
             return _DTYPES[name]
-    assumptions.append("fields dtype and torch_dtype are missing: weights, keys and values taken to be bfloat16")
+    assumptions.append(
+        "fields dtype and torch_dtype are missing: weights, keys and values taken to be bfloat16"
+    )
     return mx.bfloat16
 
 
@@ -228,11 +248,10 @@ def _build(model_class: Any, args_class: Any, config: dict[str, Any]) -> Any:
 
 
 def _missing(args_class: Any, config: Mapping[str, Any]) -> list[str]:
-    if not is_dataclass(args_class) or args_class.from_dict.__qualname__ != "BaseModelArgs.from_dict":
+    if getattr(args_class.from_dict, "__qualname__", "") != "BaseModelArgs.from_dict":
         return []
-    known = inspect.signature(args_class).parameters
-    required = (f.name for f in fields(args_class) if f.default is MISSING and f.default_factory is MISSING)
-    return [name for name in required if name in known and name not in config]
+    parameters = inspect.signature(args_class).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.name not in config]
 
 
 def _run_anywhere(model: Any, assumptions: list[str]) -> None:
@@ -403,13 +422,17 @@ def _held(
         assumptions.append(f"{name} ({type(leaf).__name__}) is never written by the model: 0 bytes")
         return Held(name, kind, index=index)
     if kind == "quantized":
-        raise ModelShapeError(f"{name} is packed from its first row; estimate with a cache that the model makes itself")
+        raise ModelShapeError(
+            f"{name} is packed from its first row; estimate with a cache that the model makes itself"
+        )
     keys, values = leaf.keys, leaf.values
     rows = 3 if kind in ("rotating", "concatenate") else STEP
     if keys.shape[2] != rows or values.shape[2] != rows or int(leaf.offset) != 3:
         return _unknown_leaf(name, index, leaf, sized, assumptions)
     if keys.dtype != values.dtype:
-        raise ModelShapeError(f"{name} holds {keys.dtype} keys and {values.dtype} values; one type was expected")
+        raise ModelShapeError(
+            f"{name} holds {keys.dtype} keys and {values.dtype} values; one type was expected"
+        )
     return Held(
         name,
         kind,
@@ -469,7 +492,10 @@ def _nbytes(leaf: Any) -> int:
 
 
 def _head_dims(leaf: Any) -> tuple[int, int] | None:
-    if isinstance(leaf, stock.KVCache | stock.RotatingKVCache | stock.ChunkedKVCache) and leaf.keys is not None:
+    if (
+        isinstance(leaf, stock.KVCache | stock.RotatingKVCache | stock.ChunkedKVCache)
+        and leaf.keys is not None
+    ):
         return leaf.keys.shape[3], leaf.values.shape[3]
     return None
 

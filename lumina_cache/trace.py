@@ -364,11 +364,15 @@ _VIEWS = frozenset(
 )
 
 #: Views after which neighbours in the array are not neighbours in memory, so that a later reshape has to copy.
-_STRIDING = frozenset({"AsStrided", "Broadcast", "BroadcastAxes", "DynamicSlice", "Slice", "Split", "Transpose"})
+_STRIDING = frozenset(
+    {"AsStrided", "Broadcast", "BroadcastAxes", "DynamicSlice", "Slice", "Split", "Transpose"}
+)
 _RESHAPING = frozenset({"Flatten", "Reshape"})
 
 #: Operations that never write into an input's buffer, though result and input are equally large.
-_FRESH = frozenset({"Arange", "Concatenate", "Full", "Gather", "GatherAxis", "Matmul", "AddMM", "GatherMM", "Reduce"})
+_FRESH = frozenset(
+    {"Arange", "Concatenate", "Full", "Gather", "GatherAxis", "Matmul", "AddMM", "GatherMM", "Reduce"}
+)
 
 #: Operations that may wait before MLX goes into depth (its ``MLX_BFS_MAX_WIDTH``).
 _WIDTH = 20
@@ -406,7 +410,12 @@ def _account(few: _Graph, many: _Graph, rows: tuple[int, int], n: int, vocab: in
         quiet.append(book.alive)
         book.read(one)
         most_logits = max(most_logits, logits)
-        if wide and one.name not in _VIEWS and len(one.inputs) and any(i[1][-1:] == (vocab,) for i in one.inputs):
+        if (
+            wide
+            and one.name not in _VIEWS
+            and len(one.inputs)
+            and any(i[1][-1:] == (vocab,) for i in one.inputs)
+        ):
             logits = _nbytes(one.outputs[0])
     end = book.alive
     return StepTrace(
