@@ -12,6 +12,7 @@ __all__ = [
     "LuminaError",
     "LuminaWarning",
     "MixedExecutionStateError",
+    "ModelShapeError",
     "ModelUnavailableError",
     "UnsupportedCacheError",
 ]
@@ -51,6 +52,10 @@ class LogFormatError(LuminaError, ValueError):
 
 class MixedExecutionStateError(LuminaError, TypeError):
     """Observations of different execution states (real, backend_infeasible, simulated) were combined."""
+
+
+class ModelShapeError(LuminaError, ValueError):
+    """The shapes of a model's cache cannot be known from its configuration; says which field or module, and why."""
 
 
 class ModelUnavailableError(LuminaError):

@@ -3,12 +3,13 @@
 Everything here is arithmetic on values. A layer is described by :class:`Held`, taken from real arrays or from a probe
 of the model (never from ``2·layers·heads·dim``: latent attention, borrowed K/V and windows break that formula). The
 growth rules are those of mlx-lm's cache classes, followed exactly: buffers grow in steps of 256 rows, a sliding window
-holds ``max_size + chunk − 1`` rows after a chunk, packed rows carry their scales and biases.
+holds ``max_size + chunk − 1`` rows after a chunk, packed rows carry their scales and biases. What a step or an action
+takes for a while beside what is held is in :mod:`lumina_cache.transient`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .actions import Action, Evict, Keep, Merge, Offload, Page, Plan, Quantize, Reclaim, Reserve
@@ -18,7 +19,9 @@ __all__ = [
     "Held",
     "after_action",
     "after_append",
+    "chunk_schedule",
     "emptied",
+    "growth_nbytes",
     "merge_equal",
     "most_rows_within",
     "nbytes_allocated",
@@ -53,6 +56,7 @@ class Held:
     fixed_nbytes: int = 0  #: recurrent and convolution state
     count: int = 1  #: how many equal layers this value stands for
     index: int = -1  #: number of the layer in its model; −1 where equal layers were merged
+    token_nbytes: float = 0.0  #: of an ``opaque`` layer: bytes that it was seen to grow by per token
 
     @property
     def changeable(self) -> bool:
@@ -86,14 +90,15 @@ def row_nbytes(held: Held) -> int:
 def nbytes_allocated(layers: Iterable[Held]) -> int:
     """Bytes of the arrays as allocated, slack included."""
     return sum(
-        one.count * (one.capacity * row_nbytes(one) + _tail_nbytes(one) + one.fixed_nbytes) for one in layers
+        one.count * (one.capacity * row_nbytes(one) + _tail_nbytes(one) + _other_nbytes(one))
+        for one in layers
     )
 
 
 def nbytes_live(layers: Iterable[Held]) -> int:
     """Bytes of the rows held, without slack."""
     return sum(
-        one.count * (one.rows * row_nbytes(one) + _tail_nbytes(one) + one.fixed_nbytes) for one in layers
+        one.count * (one.rows * row_nbytes(one) + _tail_nbytes(one) + _other_nbytes(one)) for one in layers
     )
 
 
@@ -102,15 +107,29 @@ def _tail_nbytes(held: Held) -> int:
     return min(held.dense_tail, held.rows) * (dense - row_nbytes(held)) if held.dense_tail else 0
 
 
+def _other_nbytes(held: Held) -> int:
+    return held.fixed_nbytes + (round(held.token_nbytes * held.offset) if held.token_nbytes else 0)
+
+
+def chunk_schedule(tokens: int, chunk: int) -> Iterator[int]:
+    """Tokens per step in which ``mlx_lm.generate`` processes a prompt: chunks up to the last token, then that token."""
+    for start in range(0, tokens - 1, chunk):
+        yield min(chunk, tokens - 1 - start)
+    if tokens > 0:
+        yield 1
+
+
 def after_append(layers: Iterable[Held], n: int) -> tuple[Held, ...]:
     """The same layers after one step of ``n`` tokens."""
     return tuple(_appended(one, n) for one in layers)
 
 
 def _appended(held: Held, n: int) -> Held:
-    if held.kind in ("not_kv", "opaque") or n == 0:
+    if held.kind == "not_kv" or n == 0:
         return held
     offset = held.offset + n
+    if held.kind == "opaque":
+        return replace(held, offset=offset) if held.token_nbytes else held
     if held.kind == "concatenate":
         return replace(held, rows=held.rows + n, capacity=held.rows + n, offset=offset)
     if held.kind == "chunked" and held.rows > held.max_size > 0:
@@ -195,6 +214,29 @@ def _acted(held: Held, action: Action) -> Held:
             tail = KIVI_RESIDUAL if action.codec == "kivi" else 0
             return replace(held, capacity=held.rows, bits=bits, group_size=action.group_size, dense_tail=tail)
     raise TypeError(f"no byte formula for {action!r}")
+
+
+def growth_nbytes(layers: Iterable[Held], n: int) -> int:
+    """Bytes alive beside the grown buffers while a step of ``n`` tokens enlarges them: those of one layer.
+
+    A full buffer is joined to a block of zeros: old rows, zeros and the new buffer exist together, one layer after
+    the other. Sliding windows are copied in every step and are counted with what a step takes.
+    """
+    return max((_growth(one, n) for one in layers), default=0)
+
+
+def _growth(held: Held, n: int) -> int:
+    if held.kind in ("not_kv", "opaque", "rotating") or held.capacity == 0:
+        return 0
+    after = _appended(held, n)
+    if held.kind == "concatenate":
+        return held.capacity * row_nbytes(held)
+    if held.kind == "chunked" and 0 < held.max_size < held.rows:
+        return (held.capacity + after.capacity - held.max_size) * row_nbytes(held)
+    if after.capacity == held.capacity:
+        return 0
+    kept = held.capacity if held.rows % STEP == 0 else held.rows
+    return (held.capacity + after.capacity - kept) * row_nbytes(held)
 
 
 def peak_of_action(layers: Sequence[Held], action: Action) -> int:
