@@ -13,6 +13,7 @@ __all__ = [
     "LuminaWarning",
     "MixedExecutionStateError",
     "ModelUnavailableError",
+    "TableFormatError",
     "UnsupportedCacheError",
 ]
 
@@ -55,6 +56,10 @@ class MixedExecutionStateError(LuminaError, TypeError):
 
 class ModelUnavailableError(LuminaError):
     """A model, or the package that ships it, is not there."""
+
+
+class TableFormatError(LuminaError, ValueError):
+    """A file of the table of architectures that cannot be read."""
 
 
 class LuminaWarning(UserWarning):

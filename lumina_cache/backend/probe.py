@@ -9,8 +9,10 @@ wrong width does not broadcast.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -33,12 +35,31 @@ from .capabilities import (
     Outcome,
     packed_attention,
 )
+from .examine import Leaf, examine
 from .interface import mlx_lm_version, mlx_version
+from .store import configuration_fingerprint
 
-__all__ = ["ModelProbe", "pick_group_size", "probe_model", "probe_packed"]
+__all__ = [
+    "ROW_INDEX_IS_POSITION",
+    "ModelProbe",
+    "pick_group_size",
+    "probe_model",
+    "probe_packed",
+    "remembered_probe",
+]
 
 #: Group sizes that ``mx.quantize`` accepts, best first for equal bytes of quality figures: those were measured at 64.
 GROUP_SIZES = (64, 32)
+
+#: mlx-lm modules whose attention takes the index of a row for its position, so that evicting rows is not the same as
+#: masking them. Block patterns show only over prompts too long to probe; the test suite compares every module.
+ROW_INDEX_IS_POSITION: Mapping[str, str] = MappingProxyType(
+    {
+        "afm7": "layers that borrow K/V rotate their queries by the number of rows",
+        "minimax_m3_vl": "the indexer cuts its blocks by the index of a row",
+        "phi3small": "the block-sparse pattern is laid over the index of a row",
+    }
+)
 
 NOT_BUILT = "this version of lumina_cache has no code for it"
 
@@ -49,39 +70,51 @@ class ModelProbe:
 
     profile: BackendProfile
     layers: tuple[Held, ...]  #: per leaf, as after the probe's own few tokens
-    updated_per_step: int  #: K/V leaves that the model updates in one step; some models never use some entries
-    group_size: int | None  #: group size that divides all head dims of layers that can be packed; None if there is none
+    updated_per_step: (
+        int  #: K/V leaves that the model updates in one step; some models never use some entries
+    )
+    group_size: (
+        int | None
+    )  #: group size that divides all head dims of layers that can be packed; None if there is none
     seconds: float
+    #: What each cache object takes part in, and which layouts its rows can be packed in.
+    leaves: tuple[Leaf, ...] = ()
+
+
+_remembered: dict[int, tuple[weakref.ref[Any], str, ModelProbe]] = {}
+
+
+def remembered_probe(model: Any) -> ModelProbe:
+    """:func:`probe_model`, run once per live model object and device, and again if its parameters' dtypes change."""
+    made_for = f"{mx.default_device()} {configuration_fingerprint(model)}"
+    key = id(model)
+    known = _remembered.get(key)
+    if known is not None and known[0]() is model and known[1] == made_for:
+        return known[2]
+    found = probe_model(model)
+    _remembered[key] = (weakref.ref(model, lambda _: _remembered.pop(key, None)), made_for, found)
+    return found
 
 
 def probe_model(model: Any, bits: Iterable[int] = (8, 4)) -> ModelProbe:
-    """Probe ``model`` with a few throw-away forwards. Leaves no array, limit or state behind."""
+    """Probe ``model`` with a few throw-away forwards. Leaves no array, limit or state behind.
+
+    A model that cannot be run on a few tokens by itself has none of the capabilities, and the reason says why.
+    """
     start = time.perf_counter()
-    entries, steps = _fresh(model)
-    _forward(model, entries, 3)
-    updated = sum(layer._seen == steps.step for layer in steps.layers if layer.holds_rows)
-    _forward(model, entries, 2)
-    _forward(model, entries, 1)
-    shapes = tuple(held(leaf) for leaf in leaves(entries))
-    kv = [leaf for leaf in leaves(entries) if isinstance(leaf, KVCache) and leaf.rows > 0]
-    group = pick_group_size(kv)
-    outcomes: dict[Capability, Outcome] = {
-        KEYS: Outcome(bool(kv), None if kv else "the model holds no K/V rows that could be changed"),
-        VALUES: Outcome(bool(kv), None if kv else "the model holds no K/V rows that could be changed"),
-        QUERIES: Outcome(False, "mlx-lm's cache interface passes keys and values only"),
-        DENSE_REENCODE: Outcome(False, NOT_BUILT),
-    }
-    outcomes[ROW_GATHER] = _try(lambda: _with_evicted_rows(model)) if kv else outcomes[KEYS]
-    for width in bits:
-        if not kv:
-            outcomes[packed_attention(width, 64)] = outcomes[KEYS]
-        elif group is None:
-            dims = sorted({d for leaf in kv for d in (leaf.keys.shape[-1], leaf.values.shape[-1])})
-            why = f"head dims {dims}: no group size of {sorted(GROUP_SIZES)} divides them all"
-            outcomes[packed_attention(width, 64)] = Outcome(False, why)
-        else:
-            codec = Affine(width, group)
-            outcomes[packed_attention(width, group)] = _try(lambda codec=codec: _with_packed_rows(model, codec))
+    bits = tuple(bits)
+    dense: list[_Dense] = []
+    ran = _try(lambda: dense.append(_run_dense(model)))
+    if ran.present:
+        found = dense.pop()
+        outcomes = _outcomes(model, found, bits)
+        examined = examine(model, outcomes)
+        outcomes |= examined.outcomes
+        layers = examined.leaves
+    else:
+        found, layers = _Dense((), 0, None, ()), ()
+        every = (KEYS, VALUES, ROW_GATHER, QUERIES, DENSE_REENCODE, *(packed_attention(b, 64) for b in bits))
+        outcomes = {c: Outcome(False, f"the model could not be probed: {ran.reason}") for c in every}
     profile = BackendProfile(
         device=mx.default_device().type.name,
         mlx=mlx_version(),
@@ -89,20 +122,79 @@ def probe_model(model: Any, bits: Iterable[int] = (8, 4)) -> ModelProbe:
         model_type=str(getattr(model, "model_type", type(model).__module__.rsplit(".", 1)[-1])),
         outcomes=outcomes,
     )
-    return ModelProbe(profile, shapes, updated, group, time.perf_counter() - start)
+    return ModelProbe(
+        profile, found.layers, found.updated_per_step, found.group_size, time.perf_counter() - start, layers
+    )
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """What the dense forwards showed."""
+
+    layers: tuple[Held, ...]
+    updated_per_step: int
+    group_size: int | None
+    head_dims: tuple[int, ...]  #: of layers that hold rows which could be changed
+
+
+def _run_dense(model: Any) -> _Dense:
+    entries, steps = _fresh(model)
+    _forward(model, entries, 3)
+    updated = sum(layer._seen == steps.step for layer in steps.layers if layer.holds_rows)
+    _forward(model, entries, 2)
+    _forward(model, entries, 1)
+    kv = [leaf for leaf in leaves(entries) if isinstance(leaf, KVCache) and leaf.rows > 0]
+    dims = {d for leaf in kv for d in (leaf.keys.shape[-1], leaf.values.shape[-1])}
+    return _Dense(
+        tuple(held(leaf) for leaf in leaves(entries)), updated, pick_group_size(dims), tuple(sorted(dims))
+    )
+
+
+def _outcomes(model: Any, dense: _Dense, bits: Iterable[int]) -> dict[Capability, Outcome]:
+    rows = bool(dense.head_dims)
+    kv = Outcome(rows, None if rows else "the model holds no K/V rows that could be changed")
+    outcomes = {
+        KEYS: kv,
+        VALUES: kv,
+        QUERIES: Outcome(False, "mlx-lm's cache interface passes keys and values only"),
+        DENSE_REENCODE: Outcome(False, NOT_BUILT),
+        ROW_GATHER: _row_gather(model) if rows else kv,
+    }
+    for width in bits:
+        if not rows:
+            outcomes[packed_attention(width, 64)] = kv
+        elif dense.group_size is None:
+            why = (
+                f"head dims {list(dense.head_dims)}: no group size of {sorted(GROUP_SIZES)} divides them all"
+            )
+            outcomes[packed_attention(width, 64)] = Outcome(False, why)
+        else:
+            codec = Affine(width, dense.group_size)
+            outcomes[packed_attention(width, codec.group_size)] = _try(_packed_attempt(model, codec))
+    return outcomes
+
+
+def _row_gather(model: Any) -> Outcome:
+    why = ROW_INDEX_IS_POSITION.get(type(model).__module__.rsplit(".", 1)[-1])
+    return _try(lambda: _with_evicted_rows(model)) if why is None else Outcome(False, why)
+
+
+def _packed_attempt(model: Any, codec: Affine) -> Callable[[], None]:
+    return lambda: _with_packed_rows(model, codec)
 
 
 def probe_packed(model: Any, probe: ModelProbe, codec: Affine) -> ModelProbe:
     """The same probe with the outcome for one more packed layout."""
-    outcome = _try(lambda: _with_packed_rows(model, codec))
+    keys = probe.profile.outcome(KEYS)
+    outcome = _try(_packed_attempt(model, codec)) if keys.present else keys
     capability = packed_attention(codec.bits, codec.group_size)
     profile = replace(probe.profile, outcomes={**probe.profile.outcomes, capability: outcome})
     return replace(probe, profile=profile)
 
 
-def pick_group_size(layers: Sequence[KVCache]) -> int | None:
-    """The first of :data:`GROUP_SIZES` that divides the key and value head dims of all ``layers``."""
-    dims = {d for layer in layers for d in (layer.keys.shape[-1], layer.values.shape[-1])}
+def pick_group_size(head_dims: Iterable[int]) -> int | None:
+    """The first of :data:`GROUP_SIZES` that divides the key and value head dims of all layers; None without layers."""
+    dims = set(head_dims)
     return next((g for g in GROUP_SIZES if dims and all(d % g == 0 for d in dims)), None)
 
 
@@ -115,8 +207,9 @@ def _forward(model: Any, entries: list[Any], n: int) -> None:
     logits = model(mx.ones((1, n), dtype=mx.int32), cache=entries)
     states = [c.state for c in entries if isinstance(c, ManagedLayer)]
     mx.eval(logits, states)
-    if not mx.isfinite(logits).all().item():
-        raise ValueError("the model's logits are not finite")
+    # Some models set the logits of tokens that they never give to minus infinity.
+    if mx.isnan(logits).any().item():
+        raise ValueError("the model's logits are not numbers")
 
 
 def _with_packed_rows(model: Any, codec: Affine) -> None:
