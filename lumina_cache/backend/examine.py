@@ -42,7 +42,7 @@ from .capabilities import (
 from .isolate import first_line
 from .matrix import FORMATS
 
-__all__ = ["Examination", "Leaf", "MaskRequest", "NotPackable", "examine", "why_not_packed"]
+__all__ = ["Examination", "Leaf", "MaskRequest", "NotPackable", "examine", "examine_packed", "why_not_packed"]
 
 #: Tokens in the cache that trials start from, and rows that uneven layers are cut to.
 FILLED = 12
@@ -158,6 +158,18 @@ def _examined(
     return tuple(
         replace(leaf, packed=MappingProxyType(p)) for leaf, p in zip(found, packed, strict=True)
     ), outcomes
+
+
+def examine_packed(model: Any, layout: Capability, whole: Outcome) -> dict[Capability, Outcome]:
+    """What to say of one packed layout that the model as a whole could not be given. Never raises."""
+    try:
+        bench = _Bench.of(model)
+        bench.reference(bench.fresh())
+        found = [_leaf(leaf, i in bench.updated, ()) for i, leaf in enumerate(leaves(bench.filled))]
+        search = _PackedSearch(bench, found)
+        return search.outcomes(layout, search.by_leaf(layout, whole))
+    except Exception:
+        return {layout: whole}
 
 
 def _leaf(layer: Any, updated: bool, masks: Sequence[MaskRequest]) -> Leaf:
@@ -287,14 +299,17 @@ def _ragged(bench: _Bench, gather: Outcome | None) -> Outcome:
     """Different rows in neighbouring layers: in a step of one token, and in one of two."""
     if gather is not None and not gather.present:
         return gather
-    if len(bench.changeable) == 1:
+    layers = [leaf.name.partition(".")[0] for leaf in bench.of_entries(bench.filled)]
+    number = {name: i for i, name in enumerate(dict.fromkeys(layers))}
+    if len(number) == 1:
         return Outcome(True, "one layer holds rows, so there is none to differ from")
     start = time.perf_counter()
 
     def uneven() -> list[Any]:
         entries = bench.fresh()
-        for i, leaf in enumerate(bench.of_entries(entries)):
-            kept = UNEVEN[i % 2]
+        for layer, leaf in zip(layers, bench.of_entries(entries), strict=True):
+            # Several caches of one layer stay equal: they stand for the same tokens.
+            kept = UNEVEN[number[layer] % 2]
             leaf.gather(np.r_[0:2, FILLED - kept + 2 : FILLED].astype(np.int32))
         return entries
 
@@ -465,7 +480,9 @@ class _PackedSearch:
     found: Sequence[Leaf]
     runs: int = 0
     causes: dict[str, list[int]] = field(default_factory=dict)  #: cause → leaves, over all layouts
-    never: dict[int, Outcome] = field(default_factory=dict)  #: leaves that no bit width would make a difference to
+    never: dict[int, Outcome] = field(
+        default_factory=dict
+    )  #: leaves that no bit width would make a difference to
 
     def by_leaf(self, layout: Capability, whole: Outcome) -> dict[int, Outcome]:
         """The outcome of one layout for every changeable leaf, given that of packing all of them at once."""

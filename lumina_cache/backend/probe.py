@@ -35,7 +35,7 @@ from .capabilities import (
     Outcome,
     packed_attention,
 )
-from .examine import Leaf, examine
+from .examine import Leaf, examine, examine_packed
 from .interface import mlx_lm_version, mlx_version
 from .store import configuration_fingerprint
 
@@ -188,7 +188,10 @@ def probe_packed(model: Any, probe: ModelProbe, codec: Affine) -> ModelProbe:
     keys = probe.profile.outcome(KEYS)
     outcome = _try(_packed_attempt(model, codec)) if keys.present else keys
     capability = packed_attention(codec.bits, codec.group_size)
-    profile = replace(probe.profile, outcomes={**probe.profile.outcomes, capability: outcome})
+    more = {capability: outcome}
+    if keys.present and not outcome.present:
+        more |= examine_packed(model, capability, outcome)
+    profile = replace(probe.profile, outcomes={**probe.profile.outcomes, **more})
     return replace(probe, profile=profile)
 
 
