@@ -405,7 +405,7 @@ class _Trial:
         try:
             self._carry_out(verdict.action)
         except ActionInfeasibleError as error:
-            return "refused", reasons or [str(error).removeprefix(f"{verdict.action}: ")]
+            return "refused", reasons or [_PREFIX.sub("", str(error))]
         except Exception as error:
             return ("refused", reasons) if backend else ("fails", [first_line(error)])
         return ("works_when_forced", reasons) if backend else ("works", [])
@@ -564,23 +564,19 @@ def _section(table: ArchitectureTable) -> str:
 
 
 def _modules_table(built: Sequence[Architecture]) -> list[str]:
-    methods = [m for m in _methods(built) if any(e.state == "real" for a in built for e in _of_method(a, m))]
-    heads = [
-        "module",
-        "caches",
-        *(f"`{m}`" for m in methods),
-        *(heading for _, heading in _COLUMNS),
-        "why not",
-    ]
+    ran = {e.action for a in built for e in a.entries if e.state == "real"}
+    groups: dict[str, set[str]] = {}
+    for entry in built[0].entries if built else ():
+        if entry.action in ran:
+            groups.setdefault(_group(entry.action), set()).add(entry.action)
+    heads = ["module", "caches", *(f"{g} ({len(actions)})" for g, actions in groups.items())]
+    heads += [*(heading for _, heading in _COLUMNS), "why not"]
     lines = [_row(heads), _row(["---"] * len(heads))]
     for one in built:
         cells = [f"`{one.module}`", str(one.cache)]
-        for method in methods:
-            entries = _of_method(one, method)
-            works = sum(e.outcome == "works" for e in entries)
-            cells.append(
-                "–" if works == 0 else "yes" if works == len(entries) else f"{works} of {len(entries)}"
-            )
+        for actions in groups.values():
+            works = sum(e.outcome == "works" for e in one.entries if e.action in actions)
+            cells.append("–" if works == 0 else "yes" if works == len(actions) else str(works))
         cells += [_capability_cell(one, name) for name, _ in _COLUMNS]
         lines.append(_row([*cells, _why_refused(one)]))
     return lines
@@ -620,31 +616,38 @@ def _mismatches(built: Sequence[Architecture]) -> list[str]:
 
 
 def _never_table(built: Sequence[Architecture]) -> list[str]:
-    never = [m for m in _methods(built) if all(e.state != "real" for a in built for e in _of_method(a, m))]
-    lines = [_row(["method", "actions", "most common reason"]), _row(["---"] * 3)]
-    for method in never:
-        entries = [e for a in built for e in _of_method(a, method)]
-        reason = Counter(_without_exception(r) for e in entries for r in e.reasons).most_common(1)
-        n_actions = len(_of_method(built[0], method))
-        lines.append(
-            _row([f"`{method}`", str(n_actions), (reason[0][0] if reason else "").replace("|", "\\|")])
-        )
+    ran = {_method(e.action) for a in built for e in a.entries if e.state == "real"}
+    refused: dict[str, list[Entry]] = {}
+    for one in built:
+        for entry in one.entries:
+            if _method(entry.action) not in ran:
+                refused.setdefault(_method(entry.action), []).append(entry)
+    lines = [_row(["method", "actions", "most common reasons"]), _row(["---"] * 3)]
+    for method, entries in refused.items():
+        if "+" not in method:
+            reasons, _ = Counter(e.reasons for e in entries).most_common(1)[0]
+            said = "; ".join(dict.fromkeys(_without_exception(r) for r in reasons)).replace("|", "\\|")
+            lines.append(_row([f"`{method}`", str(len(entries) // len(built)), said]))
+    composites = sum(len(entries) for method, entries in refused.items() if "+" in method) // max(
+        1, len(built)
+    )
+    if composites:
+        lines.append(_row(["composites", str(composites), "one of their parts is among the above"]))
     return lines
 
 
-def _methods(built: Sequence[Architecture]) -> list[str]:
-    """Methods of the grid without their numbers, in its order."""
-    return list(dict.fromkeys(_method(e.action) for e in built[0].entries)) if built else []
-
-
-def _of_method(one: Architecture, method: str) -> list[Entry]:
-    return [e for e in one.entries if _method(e.action) == method]
+def _group(action: str) -> str:
+    """The column that an action is counted in: one for all evictions, one per codec, one for all composites."""
+    method = _method(action)
+    if "+" in method:
+        return "composites"
+    return "`evict`" if method.startswith("evict:") else f"`{method}`"
 
 
 @cache
 def _method(action: str) -> str:
     """``evict:sinks_window+quant:affine`` of ``evict:sinks_window@0.50+quant:affine,bits=8,group=32``."""
-    return "+".join(_TERM.match(term)[0] for term in action.split("+"))  # type: ignore[index]
+    return "+".join(m[0] for term in action.split("+") if (m := _TERM.match(term)))
 
 
 #: A family and, where a name follows rather than a number or a range, the method.
@@ -652,6 +655,10 @@ _TERM = re.compile(r"[a-z]+(?::[a-z][a-z0-9_]*)?")
 
 #: What an exception said, behind the words for people.
 _EXCEPTION = re.compile(r" \((?:in [^()]*: )?\w+: .*?\)(?=; |$)")
+
+
+#: The action or its part, in front of what is said of it.
+_PREFIX = re.compile(r"^\S+: ")
 
 
 def _without_exception(reason: str) -> str:
