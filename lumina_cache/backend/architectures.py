@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -149,27 +150,27 @@ class ArchitectureTable:
         return f"{self.device}-mlx{self.mlx}-mlxlm{self.mlx_lm}.json"
 
     def to_record(self) -> dict[str, Any]:
-        """Compact: every text once, every list of verdicts once (in runs of equal ones), modules refer to them."""
-        texts = _Numbers()
+        """Compact: every text, every verdict and every list of verdicts once; modules refer to them by number.
+
+        A list of verdicts is in the order of ``actions``, in runs: number of the verdict, how many in a row.
+        """
+        texts, kinds = _Numbers(), _Numbers()
         verdicts, profiles = _Numbers(), _Numbers()
         modules: dict[str, Any] = {}
         for one in self.architectures:
             if one.unbuildable is not None:
                 modules[one.module] = {"unbuildable": one.unbuildable}
                 continue
-            runs: list[list[Any]] = []
-            for entry in one.entries:
-                same = [entry.outcome, [texts.of(r) for r in entry.reasons]]
-                if runs and runs[-1][:2] == same:
-                    runs[-1][2] += 1
-                else:
-                    runs.append([*same, 1])
+            numbers = [
+                kinds.of(json.dumps([e.outcome, [texts.of(r) for r in e.reasons]])) for e in one.entries
+            ]
+            runs = [n for kind, same in groupby(numbers) for n in (kind, len(list(same)))]
             found = {name: None if why is None else texts.of(why) for name, why in one.capabilities.items()}
             modules[one.module] = {
                 "cache": one.cache,
                 "seconds": round(one.seconds, 2),
                 "capabilities": profiles.of(json.dumps(found)),
-                "verdicts": verdicts.of(json.dumps(runs)),
+                "runs": verdicts.of(json.dumps(runs)),
             }
         return {
             "format": FORMAT,
@@ -183,8 +184,9 @@ class ArchitectureTable:
             "states": dict(STATES),
             "actions": [e.action for e in self.built[0].entries] if self.built else [],
             "texts": texts.values,
+            "verdicts": [json.loads(k) for k in kinds.values],
             "capabilities": [json.loads(p) for p in profiles.values],
-            "verdicts": [json.loads(v) for v in verdicts.values],
+            "runs": [json.loads(v) for v in verdicts.values],
             "modules": modules,
         }
 
@@ -232,11 +234,9 @@ def _architecture(record: Mapping[str, Any], module: str, row: Mapping[str, Any]
         name: None if why is None else texts[why]
         for name, why in record["capabilities"][row["capabilities"]].items()
     }
-    spread = [
-        (outcome, tuple(texts[r] for r in reasons))
-        for outcome, reasons, count in record["verdicts"][row["verdicts"]]
-        for _ in range(count)
-    ]
+    verdicts = [(outcome, tuple(texts[r] for r in reasons)) for outcome, reasons in record["verdicts"]]
+    runs = record["runs"][row["runs"]]
+    spread = [verdicts[kind] for kind, count in zip(runs[::2], runs[1::2], strict=True) for _ in range(count)]
     entries = tuple(
         Entry(action, outcome, reasons) for action, (outcome, reasons) in zip(actions, spread, strict=True)
     )
@@ -280,7 +280,10 @@ def write_table(table: ArchitectureTable, folder: str | os.PathLike[str] | None 
     path = (data_folder() if folder is None else Path(folder)) / table.file_name
     path.parent.mkdir(parents=True, exist_ok=True)
     record = table.to_record()
-    lines = [f'"{key}": {json.dumps(value, ensure_ascii=False)}' for key, value in record.items()]
+    lines = [
+        f'"{key}": {json.dumps(value, ensure_ascii=False, separators=(",", ":"))}'
+        for key, value in record.items()
+    ]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
     return path
 
