@@ -14,6 +14,7 @@ __all__ = [
     "MixedExecutionStateError",
     "ModelShapeError",
     "ModelUnavailableError",
+    "TableFormatError",
     "UnsupportedCacheError",
 ]
 
@@ -60,6 +61,10 @@ class ModelShapeError(LuminaError, ValueError):
 
 class ModelUnavailableError(LuminaError):
     """A model, or the package that ships it, is not there."""
+
+
+class TableFormatError(LuminaError, ValueError):
+    """A file of the table of architectures that cannot be read."""
 
 
 class LuminaWarning(UserWarning):

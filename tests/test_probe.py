@@ -15,8 +15,8 @@ from lumina_cache.backend import probe as probing
 from lumina_cache.backend.capabilities import (
     DENSE_REENCODE,
     KEYS,
+    PAGED_ROWS,
     QUERIES,
-    RAGGED_LAYERS,
     ROW_GATHER,
     VALUES,
     packed_attention,
@@ -92,8 +92,8 @@ def test_what_is_absent_has_a_reason_of_one_line(tiny: Any, name: str, reason: s
 def test_what_no_cache_object_can_see_is_absent_and_what_nobody_probed_says_so(tiny: Any) -> None:
     profile = probe_model(tiny("llama")).profile
     assert "keys and values only" in str(profile.outcome(QUERIES).reason)
-    assert not profile.has(DENSE_REENCODE)
-    assert "not probed" in str(profile.outcome(RAGGED_LAYERS).reason)
+    assert profile.has(DENSE_REENCODE)
+    assert "not probed" in str(profile.outcome(PAGED_ROWS).reason)
     record = profile.to_record()
     assert record["device"] == mx.default_device().type.name
     assert "PACKED_ATTENTION(8,32)" in record["capabilities"]  # type: ignore[operator]

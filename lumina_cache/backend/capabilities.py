@@ -150,3 +150,22 @@ class BackendProfile:
                 str(c): {"present": o.present, "reason": o.reason} for c, o in sorted(self.outcomes.items())
             },
         }
+
+
+#: Buffers are allocated ahead of the rows that will fill them.
+RESERVE = Capability("RESERVE", rung=Rung.CACHE)
+#: Rows live in a file and are read back when they are fetched.
+DISK_TIER = Capability("DISK_TIER", rung=Rung.CACHE)
+#: Attention takes an array of our making as its mask, also where the model asked for none of its own.
+ARRAY_MASK = Capability("ARRAY_MASK", rung=Rung.CACHE)
+#: mlx-lm's attention over packed rows takes attention sinks. Only in the profile of a model that has them.
+SINKS_WITH_PACKED = Capability("SINKS_WITH_PACKED", rung=Rung.HOOK)
+#: Latent (low-rank) attention reads packed rows. Only in the profile of a model that has it.
+LATENT_WITH_PACKED = Capability("LATENT_WITH_PACKED", rung=Rung.HOOK)
+#: Rows that several layers read may be stored packed. Only in the profile of a model that has such rows.
+BORROWED_KV = Capability("BORROWED_KV", rung=Rung.HOOK)
+
+
+def packed_some_layers(bits: int, group_size: int) -> Capability:
+    """:func:`packed_attention` on at least one layer; which ones, ``ModelProbe.leaves`` says."""
+    return Capability("PACKED_SOME_LAYERS", (bits, group_size), Rung.NATIVE)

@@ -9,6 +9,7 @@ wrong width does not broadcast.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -34,9 +35,18 @@ from .capabilities import (
     Outcome,
     packed_attention,
 )
+from .examine import Leaf, examine, examine_packed
 from .interface import mlx_lm_version, mlx_version
+from .store import configuration_fingerprint
 
-__all__ = ["ROW_INDEX_IS_POSITION", "ModelProbe", "pick_group_size", "probe_model", "probe_packed"]
+__all__ = [
+    "ROW_INDEX_IS_POSITION",
+    "ModelProbe",
+    "pick_group_size",
+    "probe_model",
+    "probe_packed",
+    "remembered_probe",
+]
 
 #: Group sizes that ``mx.quantize`` accepts, best first for equal bytes of quality figures: those were measured at 64.
 GROUP_SIZES = (64, 32)
@@ -67,6 +77,23 @@ class ModelProbe:
         int | None
     )  #: group size that divides all head dims of layers that can be packed; None if there is none
     seconds: float
+    #: What each cache object takes part in, and which layouts its rows can be packed in.
+    leaves: tuple[Leaf, ...] = ()
+
+
+_remembered: dict[int, tuple[weakref.ref[Any], str, ModelProbe]] = {}
+
+
+def remembered_probe(model: Any) -> ModelProbe:
+    """:func:`probe_model`, run once per live model object and device, and again if its parameters' dtypes change."""
+    made_for = f"{mx.default_device()} {configuration_fingerprint(model)}"
+    key = id(model)
+    known = _remembered.get(key)
+    if known is not None and known[0]() is model and known[1] == made_for:
+        return known[2]
+    found = probe_model(model)
+    _remembered[key] = (weakref.ref(model, lambda _: _remembered.pop(key, None)), made_for, found)
+    return found
 
 
 def probe_model(model: Any, bits: Iterable[int] = (8, 4)) -> ModelProbe:
@@ -81,8 +108,11 @@ def probe_model(model: Any, bits: Iterable[int] = (8, 4)) -> ModelProbe:
     if ran.present:
         found = dense.pop()
         outcomes = _outcomes(model, found, bits)
+        examined = examine(model, outcomes)
+        outcomes |= examined.outcomes
+        layers = examined.leaves
     else:
-        found = _Dense((), 0, None, ())
+        found, layers = _Dense((), 0, None, ()), ()
         every = (KEYS, VALUES, ROW_GATHER, QUERIES, DENSE_REENCODE, *(packed_attention(b, 64) for b in bits))
         outcomes = {c: Outcome(False, f"the model could not be probed: {ran.reason}") for c in every}
     profile = BackendProfile(
@@ -93,7 +123,7 @@ def probe_model(model: Any, bits: Iterable[int] = (8, 4)) -> ModelProbe:
         outcomes=outcomes,
     )
     return ModelProbe(
-        profile, found.layers, found.updated_per_step, found.group_size, time.perf_counter() - start
+        profile, found.layers, found.updated_per_step, found.group_size, time.perf_counter() - start, layers
     )
 
 
@@ -158,7 +188,10 @@ def probe_packed(model: Any, probe: ModelProbe, codec: Affine) -> ModelProbe:
     keys = probe.profile.outcome(KEYS)
     outcome = _try(_packed_attempt(model, codec)) if keys.present else keys
     capability = packed_attention(codec.bits, codec.group_size)
-    profile = replace(probe.profile, outcomes={**probe.profile.outcomes, capability: outcome})
+    more = {capability: outcome}
+    if keys.present and not outcome.present:
+        more |= examine_packed(model, capability, outcome)
+    profile = replace(probe.profile, outcomes={**probe.profile.outcomes, **more})
     return replace(probe, profile=profile)
 
 
