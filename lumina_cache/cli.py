@@ -157,6 +157,32 @@ def show_log(path: Annotated[Path, typer.Argument(help="An audit log.")], json: 
 
 
 @app.command(
+    epilog="Examples:  lumina-cache probe   |   lumina-cache probe --model smollm2   |   "
+    "lumina-cache probe --all-architectures --json > mine.json"
+)
+def probe(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Probe this model too: a folder, a repository, or smollm2."),
+    ] = None,
+    all_architectures: Annotated[
+        bool,
+        typer.Option("--all-architectures", help="Classify every action on every model module of mlx-lm."),
+    ] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Do not use results kept from an earlier probe.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Find out what this installation can really do with a KV cache, by doing it."""
+    from rich.console import Console
+
+    from .backend.probe_report import probe_command
+
+    typer.echo(probe_command(model, all_architectures, json, Console(stderr=True), again=again))
+
+
+@app.command(
     epilog="Examples:  lumina-cache top   |   lumina-cache top --once   |   lumina-cache top --json --seconds 10"
 )
 def top(

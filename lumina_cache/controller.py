@@ -20,7 +20,7 @@ from .audit import AuditLog
 from .backend.capabilities import ROW_GATHER, BackendProfile, packed_attention
 from .backend.feasibility import Reason, classify
 from .backend.interface import mlx_lm_version, mlx_version
-from .backend.probe import ModelProbe, probe_model, probe_packed
+from .backend.probe import ModelProbe, probe_packed, remembered_probe
 from .budget import format_bytes
 from .codecs import Affine
 from .errors import ActionInfeasibleError, BudgetError, LuminaError, LuminaWarning
@@ -218,7 +218,7 @@ class Controller:
         index = self._index(steps)
         if index not in self.probes:
             with self._busy():
-                self.probes[index] = probe_model(self.models[index])
+                self.probes[index] = remembered_probe(self.models[index])
         return self.probes[index]
 
     def _probe_codec(self, steps: StepTracker, codec: Affine) -> None:
