@@ -29,6 +29,7 @@ __all__ = [
     "allocated",
     "architectures",
     "assert_close",
+    "fast_first",
     "feed",
     "greedy",
     "held_of",
@@ -47,17 +48,14 @@ __all__ = [
 CORE = (
     "baichuan_m1",
     "cohere2",
-    "deepseek_v2",
     "deepseek_v3",
     "deepseek_v32",
-    "exaone4",
     "falcon_h1",
     "gemma2",
     "gemma3",
     "gemma3n",
     "gemma4_text",
     "glm4_moe_lite",
-    "gpt2",
     "gpt_oss",
     "granitemoehybrid",
     "jamba",
@@ -67,17 +65,12 @@ CORE = (
     "llama4",
     "longcat_flash",
     "mamba",
-    "mamba2",
-    "minicpm3",
     "ministral3",
     "mistral3",
     "nemotron_h",
-    "olmo3",
     "phi3",
     "plamo2",
     "qwen3",
-    "qwen3_5",
-    "qwen3_moe",
     "qwen3_next",
     "recurrent_gemma",
     "rwkv7",
@@ -87,11 +80,13 @@ CORE = (
 def architectures(*, but: Iterable[str] = ()) -> list[Any]:
     """Parameters for a test: every architecture except ``but``, those outside :data:`CORE` marked slow."""
     left_out = frozenset(but)
-    return [
-        pytest.param(name, marks=() if name in CORE else pytest.mark.slow)
-        for name in SPECS
-        if name not in left_out
-    ]
+    return fast_first([name for name in SPECS if name not in left_out], CORE)
+
+
+def fast_first(names: Iterable[str], fast: Iterable[str]) -> list[Any]:
+    """Parameters for a test: ``names``, those not among ``fast`` marked slow."""
+    in_normal_run = frozenset(fast)
+    return [pytest.param(name, marks=() if name in in_normal_run else pytest.mark.slow) for name in names]
 
 
 #: Models none of whose entries holds one row per token for as long as the generation lasts.

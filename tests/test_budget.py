@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from harness import UNPACKABLE, allocated, feed, held_of, pieces, quiet, real_bytes, tokens
+from harness import UNPACKABLE, allocated, fast_first, feed, held_of, pieces, quiet, real_bytes, tokens
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -70,7 +70,7 @@ def check_log(cache: LuminaCache) -> list[str]:
 
 
 @pytest.mark.parametrize("times", [1.0, 1.7])
-@pytest.mark.parametrize("name", GROWING)
+@pytest.mark.parametrize("name", fast_first(GROWING, set(GROWING) - {"qwen3", "gemma2", "jamba"}))
 def test_a_budget_is_held_at_every_decode_step_and_every_action_was_predicted(
     tiny: Any, name: str, times: float
 ) -> None:
@@ -93,7 +93,9 @@ def test_a_budget_is_held_at_every_decode_step_and_every_action_was_predicted(
         assert all(action.startswith("evict") and "quant" not in action for action in actions)
 
 
-@pytest.mark.parametrize("name", GROWING)
+@pytest.mark.parametrize(
+    "name", fast_first(GROWING, {"llama", "gemma3", "llama4", "falcon_h1", "gpt_oss", "lfm2"})
+)
 def test_a_budget_smaller_than_any_that_works_is_refused_and_the_one_named_instead_works(
     tiny: Any, name: str
 ) -> None:
@@ -102,8 +104,8 @@ def test_a_budget_smaller_than_any_that_works_is_refused_and_the_one_named_inste
     with pytest.raises(BudgetError, match=str(budget)):
         quiet(model, budget=budget - 1)
     cache = quiet(model, budget=budget)
-    ids = tokens(700)
-    for i in range(700):
+    ids = tokens(600)
+    for i in range(600):
         logits = model(ids[:, i : i + 1], cache=cache)
         assert allocated(cache) <= budget, f"token {i}"
         if i % 50 == 0:

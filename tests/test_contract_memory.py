@@ -19,7 +19,7 @@ from lumina_cache.errors import ActionInfeasibleError
 from lumina_cache.estimate import peak_of_action, row_nbytes
 from lumina_cache.lab.tiny import SPECS
 
-ROWS = 1500
+ROWS = 1100
 
 
 def filled(model: Any, n: int = ROWS, **kwargs: Any) -> LuminaCache:
@@ -70,7 +70,7 @@ def test_old_buffers_are_gone_after_an_action(tiny: Any, name: str, action: str)
     )
 
 
-@pytest.mark.parametrize("n", [1500, 1536])
+@pytest.mark.parametrize("n", [1100, 1024])
 @pytest.mark.parametrize(
     "action",
     [

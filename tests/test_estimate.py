@@ -6,7 +6,18 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from harness import NO_ROWS, UNEVICTABLE, UNPACKABLE, architectures, feed, held_of, quiet, real_bytes, tokens
+from harness import (
+    NO_ROWS,
+    UNEVICTABLE,
+    UNPACKABLE,
+    architectures,
+    fast_first,
+    feed,
+    held_of,
+    quiet,
+    real_bytes,
+    tokens,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,7 +102,7 @@ def run(model: Any, steps: list[int], group: int | None = None, dtype: mx.Dtype 
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", fast_first(KINDS, set(KINDS) - {"longcat_flash", "qwen3_next"}))
 def test_bytes_after_every_step_are_predicted_exactly(tiny: Any, name: str, length: int) -> None:
     """In one chunk, in several, and token by token; a window wraps, a chunk limit and growth steps are crossed."""
     model = tiny(name)
@@ -99,7 +110,7 @@ def test_bytes_after_every_step_are_predicted_exactly(tiny: Any, name: str, leng
     run(model, [*[64] * (length // 64), length % 64 or 1, 1, 5, 1, 1])
 
 
-@pytest.mark.parametrize("name", [n for n in KINDS if n not in ("longcat_flash", "gemma4_text")])
+@pytest.mark.parametrize("name", fast_first(KINDS, {"llama", "gemma3", "llama4", "falcon_h1"}))
 def test_bytes_after_every_single_append_are_predicted_exactly(tiny: Any, name: str) -> None:
     run(tiny(name), [1] * 300)
     run(tiny(name), [30, *[1] * 20, 9, *[1] * 3])
