@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import difflib
 import fnmatch
-import importlib
 import inspect
 import json
 import pkgutil
