@@ -95,8 +95,8 @@ def trace_cache(model: Any, tokens: Sequence[int]) -> CacheTrace:
             logits = model(mx.broadcast_to(token, (1, n)), cache=entries)
         return CacheTrace(tuple(entries), logits)
 
-    found: CacheTrace = _follow(model, run)
-    return found
+    followed: CacheTrace = _follow(model, run)
+    return followed
 
 
 class _Followed(Exception):
@@ -304,12 +304,12 @@ class _Recorder:
         mx.fast.scaled_dot_product_attention = self._attention
         mx.contiguous = self._contiguous
 
-    def _copy(self, array: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+    def _copy(self, array: mx.array, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != self._thread:
             return self._contiguous(array, *args, **kwargs)
         return mx.abs(array)
 
-    def _stand_in(self, q: mx.array, k: mx.array, v: mx.array, **given: Any) -> mx.array:
+    def _stand_in(self, q: mx.array, k: mx.array, v: mx.array, **given: Any) -> Any:
         if threading.get_ident() != self._thread:
             return self._attention(q, k, v, **given)
         mask, sinks = given.get("mask"), given.get("sinks")
@@ -384,48 +384,49 @@ _STAND_IN_INPUTS = 4
 
 
 def _account(few: _Graph, many: _Graph, rows: tuple[int, int], n: int, vocab: int) -> StepTrace:
-    """Walk both graphs side by side. MLX frees a buffer after its last reader and reuses it where one is as large."""
+    """Walk both graphs side by side and keep the moments that are worst for some number of rows."""
     order = _evaluation_order(few)
+    stand_ins = [i for i, one in enumerate(few.operations) if _is_stand_in(one)]
+    if len(stand_ins) != len(few.calls):
+        raise ModelShapeError("the graph does not show every attention call that was made")
+    call_at = dict(zip(stand_ins, few.calls, strict=True))
+    moments, end = _alive(few, many, order, lambda shape: shape[-1:] != (vocab,))
+    calls: dict[AttentionCall, list[tuple[int, int]]] = {}
+    for i, alive in zip(order, moments, strict=True):
+        if i in call_at:
+            calls.setdefault(call_at[i], []).append(alive)
+    wide, _ = _alive(few, many, order, lambda shape: shape[-1:] == (vocab,))
+    return StepTrace(
+        n=n,
+        quiet=_envelope(moments, end, rows),
+        calls=tuple((call, _envelope(alive, end, rows)) for call, alive in calls.items()),
+        logits=max((alive[0] for alive in wide), default=0),
+    )
+
+
+def _alive(
+    few: _Graph, many: _Graph, order: list[int], counts: Callable[[tuple[int, ...]], bool]
+) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+    """Bytes alive while each operation runs, in both graphs, and after the last; only of arrays that ``counts``."""
+
+    def size(one: _Shaped, other: _Shaped) -> tuple[int, int]:
+        return (_nbytes(one), _nbytes(other)) if counts(one[1]) else (0, 0)
+
     uses: dict[str, int] = dict.fromkeys(few.outputs, 1)
     for operation in few.operations:
         for name, _, _ in operation.inputs:
             uses[name] = uses.get(name, 0) + 1
     book = _Book(uses, free=few.weights)
-    for held, grown in zip(few.state, many.state, strict=True):
-        book.hold(held[0], (_nbytes(held), _nbytes(grown)))
-    quiet: list[tuple[int, int]] = []
-    at_calls: dict[AttentionCall, list[tuple[int, int]]] = {}
-    logits = most_logits = 0
-    stand_ins = [i for i, one in enumerate(few.operations) if _is_stand_in(one)]
-    if len(stand_ins) != len(few.calls):
-        raise ModelShapeError("the graph does not show every attention call that was made")
-    calls = dict(zip(stand_ins, few.calls, strict=True))
+    for a, b in zip(few.state, many.state, strict=True):
+        book.hold(a[0], size(a, b))
+    moments = []
     for i in order:
         one, other = few.operations[i], many.operations[i]
-        wide = any(shape[-1:] == (vocab,) for _, shape, _ in one.outputs)
         for a, b in zip(one.outputs, other.outputs, strict=True):
-            size = (0, 0) if wide else (_nbytes(a), _nbytes(b))
-            logits += _nbytes(a) if wide and one.name not in _VIEWS else 0
-            book.write(one, a[0], size)
-        if i in calls:
-            at_calls.setdefault(calls[i], []).append(book.alive)
-        quiet.append(book.alive)
+            book.write(one, a[0], size(a, b))
+        moments.append(book.alive)
         book.read(one)
-        most_logits = max(most_logits, logits)
-        if (
-            wide
-            and one.name not in _VIEWS
-            and len(one.inputs)
-            and any(i[1][-1:] == (vocab,) for i in one.inputs)
-        ):
-            logits = _nbytes(one.outputs[0])
-    end = book.alive
-    return StepTrace(
-        n=n,
-        quiet=_envelope(quiet, end, rows),
-        calls=tuple((call, _envelope(alive, end, rows)) for call, alive in at_calls.items()),
-        logits=most_logits,
-    )
+    return moments, book.alive
 
 
 def _is_stand_in(operation: _Operation) -> bool:
@@ -468,7 +469,11 @@ def _evaluation_order(graph: _Graph) -> list[int]:
 
 
 class _Book:
-    """Buffers alive, with their bytes in both graphs."""
+    """Buffers alive, with their bytes in both graphs.
+
+    MLX frees a buffer after its last reader, and writes a result into an input's buffer where that has no other
+    reader and is as large.
+    """
 
     def __init__(self, uses: dict[str, int], free: frozenset[str]) -> None:
         self.alive = (0, 0)

@@ -321,7 +321,9 @@ def _at_call(
     call = (
         replace(call, queries=n) if call.queries == traced else replace(call, batch=call.batch * n // traced)
     )
-    others = Transient(row_arrays=round(per_row * rows), activations=round(fixed))
+    # While a call's large products run, MLX already allocates for the operations behind it.
+    ahead, _ = _highest([s.quiet for s in near], steps, n, rows)
+    others = Transient(row_arrays=round(per_row * rows), activations=round(fixed + ahead))
     if encoded is None or call.window is not None:
         return replace(others, scores=device.dense_nbytes(call, here, _fused(device, call, here)))
     if decodes_on_fetch:
