@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import queue
+import resource
 import signal
 import subprocess
 import sys
@@ -172,6 +173,9 @@ def _serve(target: str) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 1)
+    resource.setrlimit(
+        resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1])
+    )  # no core files
     preload_openblas()
     module, _, function = target.partition(":")
     answer = getattr(importlib.import_module(module), function)

@@ -13,6 +13,7 @@ Microscaling (MX) 1.0: E2M1 saturates at 6 and E4M3 at 448, under a scale that i
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter
@@ -308,7 +309,15 @@ def _number(x: mx.array) -> float:
 
 
 def _largest(x: mx.array) -> float:
-    return _number(mx.abs(x.astype(mx.float32)).max()) if x.size else 0.0
+    """Largest magnitude; not a number as soon as one element is none."""
+    if not x.size:
+        return 0.0
+    return math.nan if mx.isnan(x).any().item() else _number(mx.abs(x.astype(mx.float32)).max())
+
+
+def _worse(a: float, b: float) -> float:
+    """The larger; not a number if either is none, which ``max`` would hide."""
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
 def _joined(first: mx.array, then: mx.array) -> mx.array:
@@ -355,7 +364,7 @@ def _dequantize(bits: int, group_size: int, key_dim: int, value_dim: int) -> _De
         step = (groups.max(-1) - groups.min(-1)) / (2**bits - 1)
         # Scales and biases are rounded to the dtype of the rows.
         rounding = 4 * mx.finfo(_dtype()).eps * mx.abs(groups).max(-1)
-        worst = max(worst, _number(((mx.abs(groups - back).max(-1) - rounding) / step).max()))
+        worst = _worse(worst, _number(((mx.abs(groups - back).max(-1) - rounding) / step).max()))
     return _Deviation(worst, 1.5)
 
 
@@ -385,7 +394,7 @@ def _attended(query_heads: int, bits: int, group_size: int, key_dim: int, value_
             group_size=group_size,
             bits=bits,
         )
-        worst = max(worst, _largest(got - wanted))
+        worst = _worse(worst, _largest(got - wanted))
     return _Deviation(worst, _tolerance() * max(1.0, _largest(decoded[1])))
 
 
@@ -462,7 +471,7 @@ def _dense_fetch(bits: int, group_size: int, key_dim: int, value_dim: int) -> _D
                 queries, *cache.update_and_fetch(*new), cache=cache, scale=key_dim**-0.5, mask=mask
             )
             wanted = _attention(queries, decoded[0], decoded[1], _causal(tokens, rows[0].shape[2]))
-            worst, largest = max(worst, _largest(got - wanted)), max(largest, _largest(decoded[1]))
+            worst, largest = _worse(worst, _largest(got - wanted)), max(largest, _largest(decoded[1]))
     return _Deviation(worst, _tolerance() * largest)
 
 
@@ -489,7 +498,7 @@ def _format(format: str, key_dim: int, value_dim: int) -> _Deviation:
         shape = (*rows.shape[:-1], dim // group_size, group_size)
         groups = rows.reshape(shape).astype(mx.float32)
         off = mx.abs(groups - back.reshape(shape).astype(mx.float32)).max(-1)
-        worst = max(worst, _number((off / mx.abs(groups).max(-1)).max()))
+        worst = _worse(worst, _number((off / mx.abs(groups).max(-1)).max()))
     # Decoded elements are rounded once more, to bfloat16.
     return _Deviation(worst, allowed + mx.finfo(mx.bfloat16).eps)
 

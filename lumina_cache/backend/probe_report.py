@@ -276,8 +276,11 @@ def _summary(trials: Sequence[Trial]) -> str:
     alike: dict[str, list[Trial]] = {}
     for one in bad:
         alike.setdefault(re.sub(r"\d+", "#", f"{one.outcome}: {one.reason}"), []).append(one)
-    said = [f"{_in_common(same, trials)} {same[0].outcome}: {same[0].reason}" for same in alike.values()]
-    return f"works ({len(trials) - len(bad)} of {len(trials)}); " + "; ".join(said)
+    said = [
+        f"{_in_common(same, trials)} {same[0].outcome}: {same[0].reason}".strip() for same in alike.values()
+    ]
+    works = len(trials) - len(bad)
+    return "; ".join([f"works ({works} of {len(trials)})"] * (works > 0) + said)
 
 
 def _in_common(same: Sequence[Trial], trials: Sequence[Trial]) -> str:
