@@ -80,7 +80,7 @@ def test_gap_prints_both_sides_and_says_simulated(log):
 def test_gap_as_json_is_one_document(log):
     found = json.loads(cli("gap", str(log), "--json").stdout)
     assert found["execution_state"] == "simulated"
-    assert found["mean"] == pytest.approx(sum(g["backend"] for g in found["gaps"]) / len(found["gaps"]))
+    assert found["mean"] == pytest.approx(sum(g["gap"] for g in found["gaps"]) / len(found["gaps"]))
 
 
 def test_log_is_printed_a_line_per_event_and_checked(log):

@@ -66,6 +66,13 @@ def test_what_the_policy_left_lying_is_told_apart_from_what_the_backend_cannot_d
     assert (found.backend, found.controller) == (1.0, 2.0)
 
 
+def test_code_that_is_not_there_yet_is_not_blamed_on_the_backend():
+    unbuilt = candidate("a", -2.0, "x")
+    unbuilt["reasons"] = [{"code": "not_built", "text": "no code for a"}]
+    found = gap_of(candidate("keep", -9.0), unbuilt, candidate("b", -1.0, "QUERIES"))
+    assert (found.gap, found.backend, found.library) == (8.0, 1.0, 7.0)
+
+
 def test_a_candidate_without_a_figure_is_counted_and_not_compared():
     found = gap_of(candidate("keep", -1.0), candidate("a", None, "QUERIES"))
     assert (found.backend, found.unscored, found.refused) == (0.0, 1, 1)
@@ -121,4 +128,4 @@ def test_a_real_run_gives_a_gap_with_causes_from_the_backend(tiny, tmp_path):
     report = gap_of_log(read_log(path))
     assert report.gaps
     assert all(g.backend >= 0 for g in report.gaps)
-    assert {name for name, _ in report.refusals} & {"QUERIES", "DENSE_REENCODE", "ATTENTION_WEIGHTS"}
+    assert {name for name, _ in report.refusals} & {"QUERIES", "not_built"}

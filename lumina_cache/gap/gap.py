@@ -30,7 +30,11 @@ class DecisionGap:
     best_all: Simulated
     best_feasible: Simulated
     chosen: Simulated | None
-    backend: float  #: best of A − best of F
+    gap: float  #: best of A − best of F, the sum of the next two
+    backend: float  #: best of A − best of what this backend could execute if all of it were built
+    library: (
+        float  #: best of what the backend could execute − best of F: code that lumina_cache does not have yet
+    )
     controller: float | None  #: best of F − what the policy chose; None if the choice has no score
     causes: tuple[str, ...]  #: why the best of A is not in F; empty when it is
     relaxations: tuple[
@@ -52,7 +56,17 @@ class GapReport:
 
     @property
     def mean(self) -> float | None:
-        return sum(g.backend for g in self.gaps) / len(self.gaps) if self.gaps else None
+        """Mean gap in points; None without a decision."""
+        return self._mean([g.gap for g in self.gaps])
+
+    @property
+    def mean_backend(self) -> float | None:
+        """Mean of the part that the backend's limits cause."""
+        return self._mean([g.backend for g in self.gaps])
+
+    @staticmethod
+    def _mean(points: list[float]) -> float | None:
+        return sum(points) / len(points) if points else None
 
 
 def decision_gap(weighed: Weighed) -> DecisionGap:
@@ -67,6 +81,10 @@ def decision_gap(weighed: Weighed) -> DecisionGap:
             f"decision {weighed.decision}: no candidate has a score, so there is nothing to compare"
         )
     refused = {r.action: r for r in weighed.refused}
+    unbuilt = {r.action for r in weighed.refused if all(_code(reason) == "not_built" for reason in r.reasons)}
+    buildable = (
+        best([*weighed.feasible, *(s for s in weighed.everything if s.action in unbuilt)]) or reachable
+    )
     cause = refused.get(top.action)
     return DecisionGap(
         cache=weighed.cache,
@@ -77,7 +95,9 @@ def decision_gap(weighed: Weighed) -> DecisionGap:
         best_all=top,
         best_feasible=reachable,
         chosen=weighed.chosen,
-        backend=top.score - reachable.score,
+        gap=top.score - reachable.score,
+        backend=top.score - buildable.score,
+        library=buildable.score - reachable.score,
         controller=None if weighed.chosen is None else reachable.score - weighed.chosen.score,
         causes=() if cause is None else tuple(str(r["text"]) for r in cause.reasons),
         relaxations=_relaxations(weighed, reachable),
@@ -91,11 +111,15 @@ def _relaxations(weighed: Weighed, reachable: Simulated) -> tuple[tuple[str, flo
     scores = {s.action: s.score for s in weighed.everything}
     gains: dict[str, float] = {}
     for one in weighed.refused:
-        missing = {_capability(r) for r in one.reasons}
+        missing = {_capability(r) for r in one.reasons if _code(r) != "not_built"}
         if len(missing) == 1 and None not in missing and one.action in scores:
             (name,) = missing
             gains[str(name)] = max(gains.get(str(name), 0.0), scores[one.action] - reachable.score)
     return tuple(sorted(gains.items(), key=lambda item: -item[1]))
+
+
+def _code(reason: object) -> str | None:
+    return reason.get("code") if isinstance(reason, dict) else None
 
 
 def _capability(reason: object) -> str | None:

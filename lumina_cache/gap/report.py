@@ -12,7 +12,7 @@ __all__ = ["as_json", "as_text"]
 
 
 def as_json(report: GapReport) -> str:
-    return json.dumps({**asdict(report), "mean": report.mean})
+    return json.dumps({**asdict(report), "mean": report.mean, "mean_backend": report.mean_backend})
 
 
 def as_text(report: GapReport) -> str:
@@ -30,7 +30,9 @@ def as_text(report: GapReport) -> str:
     ]
     for gap in report.gaps:
         lines += [*_decision(gap), ""]
-    lines.append(f"mean gap over {len(report.gaps)} decisions: {report.mean:.3f} points")
+    lines.append(
+        f"mean gap over {len(report.gaps)} decisions: {report.mean:.3f} points, of which the backend {report.mean_backend:.3f}"
+    )
     if report.refusals:
         lines.append(
             "candidates kept out of F, by reason: " + ", ".join(f"{r} {n}" for r, n in report.refusals)
@@ -48,7 +50,7 @@ def _decision(gap: DecisionGap) -> list[str]:
         head,
         f"  best of A            {gap.best_all.score:+9.3f}  {gap.best_all.action}",
         f"  best of F            {gap.best_feasible.score:+9.3f}  {gap.best_feasible.action}",
-        f"  gap                  {gap.backend:+9.3f}",
+        f"  gap                  {gap.gap:+9.3f}  = backend {gap.backend:+.3f}, code that is not there yet {gap.library:+.3f}",
     ]
     if gap.chosen is None:
         lines.append("  chosen                unscored")

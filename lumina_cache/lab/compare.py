@@ -59,13 +59,13 @@ def _log_softmax(logits: mx.array) -> mx.array:
 
 @dataclass(frozen=True)
 class Rates:
-    """Median tokens per second of each side, and the median of the paired time ratios (other over full)."""
+    """Median tokens per second of each side, and median and quartiles of the paired time ratios (other over full)."""
 
     full: float
     other: float
     ratio: float
-    ratio_low: float
-    ratio_high: float
+    ratio_low: float  #: lower quartile
+    ratio_high: float  #: upper quartile
     rounds: int
 
 
@@ -81,12 +81,13 @@ def interleaved_rates(model: Any, full: Any, other: Any, tokens: list[int], *, c
             # As in generation, only the last position's logits are needed.
             mx.eval(model(ids, cache=cache)[:, -1])
             seconds[name].append(time.perf_counter() - start)
-    ratios = sorted(b / a for a, b in zip(seconds["full"], seconds["other"], strict=True))
+    ratios = [b / a for a, b in zip(seconds["full"], seconds["other"], strict=True)]
+    lower, middle, upper = statistics.quantiles(ratios, n=4, method="inclusive")
     return Rates(
         full=chunk / statistics.median(seconds["full"]),
         other=chunk / statistics.median(seconds["other"]),
-        ratio=statistics.median(ratios),
-        ratio_low=ratios[0],
-        ratio_high=ratios[-1],
+        ratio=middle,
+        ratio_low=lower,
+        ratio_high=upper,
         rounds=rounds,
     )

@@ -238,7 +238,7 @@ def _cost(
         f"decode  {decode.full:.2f} against {decode.other:.2f} tokens per second; a step takes {_times(decode)} as long",
         f"prefill {prefill.full:.1f} against {prefill.other:.1f} tokens per second in chunks of {PREFILL_CHUNK}; a chunk "
         f"takes {_times(prefill)} as long",
-        f"(medians of {decode.rounds} paired rounds taking turns; the range of the paired ratios in brackets)",
+        f"(medians of {decode.rounds} paired rounds taking turns; quartiles of the paired ratios in brackets)",
     ]
 
 
