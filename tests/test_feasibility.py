@@ -51,8 +51,8 @@ def grid(group: int) -> list[Action]:
 
 
 def goes_on(model: Any, cache: Any) -> None:
-    """The next steps of the model with this cache: one token, several, one."""
-    logits = feed(model, cache, tokens(5, seed=4), [1, 3, 1])
+    """The next steps of the model with this cache; the first two are those of the probe."""
+    logits = feed(model, cache, tokens(7, seed=4), [2, 1, 3, 1])
     if mx.isnan(logits).any().item():
         raise ValueError("logits are not numbers")
 
