@@ -36,8 +36,9 @@ from .trace import StepTrace, leaves_of, trace_cache, trace_step
 
 __all__ = ["ModelShape", "read_config", "shape_from_config", "shape_from_model"]
 
-#: Steps that are followed for what they take besides the cache: one token, and two lengths to draw a line through.
-STEP_LENGTHS = (1, 32, 48)
+#: Steps that are followed for what they take besides the cache, as (tokens, whether logits are evaluated): one token,
+#: and two lengths to draw a line through.
+STEPS = ((1, True), (32, False), (48, False), (32, True), (48, True))
 
 #: Rows held while steps are followed, where no window is larger. Odd, so as not to meet a number of the
 #: configuration by chance; equal remainders for every power of two up to their difference.
@@ -70,9 +71,7 @@ class ModelShape:
     logits_itemsize: int
     weights_nbytes: int | None
     max_position: int | None  #: longest context that the configuration names
-    steps: tuple[
-        StepTrace, ...
-    ]  #: what steps take besides, for :data:`STEP_LENGTHS`; empty if that is not known
+    steps: tuple[StepTrace, ...]  #: what steps take besides, for :data:`STEPS`; empty if that is not known
     steps_unknown: str | None  #: why ``steps`` is empty
     assumptions: tuple[str, ...]
 
@@ -503,6 +502,8 @@ def _steps(model: Any, layers: Sequence[Held]) -> tuple[tuple[StepTrace, ...], s
     widest = max((one.max_size for one in layers), default=0)
     rows = ROWS + -(-widest // ROWS_APART) * ROWS_APART
     try:
-        return tuple(trace_step(model, (rows, rows + ROWS_APART), n) for n in STEP_LENGTHS), None
+        return tuple(
+            trace_step(model, (rows, rows + ROWS_APART), n, logits=logits) for n, logits in STEPS
+        ), None
     except ModelShapeError as error:
         return (), str(error)

@@ -57,14 +57,16 @@ class Line:
 class StepTrace:
     """Bytes that one step of ``n`` tokens takes besides weights and cache, as lines over the rows held.
 
-    ``quiet`` is the upper envelope of all moments outside attention; ``calls`` holds for each kind of attention call
-    the envelope of what else is alive while it runs. ``logits`` is what arrays as wide as the vocabulary take.
+    With ``logits`` evaluated the last layer runs to its end; without (mlx-lm's prefill) only as far as its keys and
+    values. ``quiet`` is the upper envelope of all moments outside attention; ``calls`` holds for each kind of attention call
+    the envelope of what else is alive while it runs. ``vocabulary`` is what arrays as wide as that take.
     """
 
     n: int
+    logits: bool
     quiet: tuple[Line, ...]
     calls: tuple[tuple[AttentionCall, tuple[Line, ...]], ...]
-    logits: int
+    vocabulary: int
 
 
 def leaves_of(entries: Sequence[Any]) -> Iterator[tuple[str, Any]]:
@@ -151,7 +153,7 @@ def _untraceable(model: Any, error: Exception) -> ModelShapeError:
 # -- one step, operation by operation ----------------------------------------------------------------------------------
 
 
-def trace_step(model: Any, rows: tuple[int, int], n: int) -> StepTrace:
+def trace_step(model: Any, rows: tuple[int, int], n: int, *, logits: bool = True) -> StepTrace:
     """The bytes of one step of ``n`` tokens on a cache of ``rows`` rows, followed for two numbers of rows at once.
 
     The model is followed once for each number; an array whose size differs between them grows with the rows held.
@@ -161,10 +163,11 @@ def trace_step(model: Any, rows: tuple[int, int], n: int) -> StepTrace:
         ModelShapeError: the step cannot be followed; the message says why.
     """
     shapes = trace_cache(model, [1])
-    few, many = (_graph(model, shapes.entries, r, n) for r in rows)
+    few, many = (_graph(model, shapes.entries, r, n, logits) for r in rows)
     if [o.name for o in few.operations] != [o.name for o in many.operations]:
         raise ModelShapeError(f"{type(model).__module__} takes other steps for other numbers of rows held")
-    return _account(few, many, rows, n, vocab=shapes.logits.shape[-1])
+    moments = _account(few, many, rows, vocab=shapes.logits.shape[-1])
+    return StepTrace(n, logits, *moments)
 
 
 _Shaped = tuple[str, tuple[int, ...], mx.Dtype]
@@ -186,7 +189,7 @@ class _Graph:
     calls: tuple[AttentionCall, ...]
 
 
-def _graph(model: Any, template: Sequence[Any], rows: int, n: int) -> _Graph:
+def _graph(model: Any, template: Sequence[Any], rows: int, n: int, evaluate_logits: bool) -> _Graph:
     paths, weights = _weights(model)
     plan = [_enlarged(name, leaf, rows, n) for name, leaf in leaves_of(template)]
     state = [mx.zeros(shape, dtype) for fields in plan for shape, dtype in _arrays(fields)]
@@ -203,7 +206,7 @@ def _graph(model: Any, template: Sequence[Any], rows: int, n: int) -> _Graph:
         with recorder:
             logits = model(mx.broadcast_to(token, (1, n)), cache=entries)
         after = [a for _, leaf in leaves_of(entries) for a in _held_arrays(leaf)]
-        return [logits, *after]
+        return [logits, *after] if evaluate_logits else after
 
     try:
         with mx.stream(mx.cpu):
@@ -329,8 +332,9 @@ class _Recorder:
             )
         )
         out = mx.abs(mx.broadcast_to(q[..., :1], (*q.shape[:3], v.shape[3])))
-        dependent: mx.array = mx.depends(out, [a for a in (q, k, v, mask, sinks) if isinstance(a, mx.array)])
-        return dependent
+        needs = [a for a in (q, k, v, mask, sinks) if isinstance(a, mx.array)]
+        missing = _STAND_IN_INPUTS + len(self.calls) - 2 - len(needs)
+        return mx.depends(out, [*needs, *[q] * missing])
 
 
 def _mask_kind(mask: Any) -> MaskKind:
@@ -379,28 +383,27 @@ _FRESH = frozenset(
 #: Operations that may wait before MLX goes into depth (its ``MLX_BFS_MAX_WIDTH``).
 _WIDTH = 20
 
-#: Inputs of the stand-in for attention: its own array, queries, keys, values, and what else there is.
-_STAND_IN_INPUTS = 4
+#: Inputs of the stand-in for the first attention call: its own array, queries, keys, values, mask, sinks, and repeats
+#: of the queries up to this number. Every further call's has one more.
+_STAND_IN_INPUTS = 7
 
 
-def _account(few: _Graph, many: _Graph, rows: tuple[int, int], n: int, vocab: int) -> StepTrace:
+def _account(
+    few: _Graph, many: _Graph, rows: tuple[int, int], vocab: int
+) -> tuple[tuple[Line, ...], tuple[tuple[AttentionCall, tuple[Line, ...]], ...], int]:
     """Walk both graphs side by side and keep the moments that are worst for some number of rows."""
     order = _evaluation_order(few)
-    stand_ins = [i for i, one in enumerate(few.operations) if _is_stand_in(one)]
-    if len(stand_ins) != len(few.calls):
-        raise ModelShapeError("the graph does not show every attention call that was made")
-    call_at = dict(zip(stand_ins, few.calls, strict=True))
     moments, end = _alive(few, many, order, lambda shape: shape[-1:] != (vocab,))
     calls: dict[AttentionCall, list[tuple[int, int]]] = {}
     for i, alive in zip(order, moments, strict=True):
-        if i in call_at:
-            calls.setdefault(call_at[i], []).append(alive)
+        number = _stand_in_for(few.operations[i])
+        if number is not None:
+            calls.setdefault(few.calls[number], []).append(alive)
     wide, _ = _alive(few, many, order, lambda shape: shape[-1:] == (vocab,))
-    return StepTrace(
-        n=n,
-        quiet=_envelope(moments, end, rows),
-        calls=tuple((call, _envelope(alive, end, rows)) for call, alive in calls.items()),
-        logits=max((alive[0] for alive in wide), default=0),
+    return (
+        _envelope(moments, end, rows),
+        tuple((call, _envelope(alive, end, rows)) for call, alive in calls.items()),
+        max((alive[0] for alive in wide), default=0),
     )
 
 
@@ -429,8 +432,11 @@ def _alive(
     return moments, book.alive
 
 
-def _is_stand_in(operation: _Operation) -> bool:
-    return operation.name == "Depends" and len(operation.inputs) >= _STAND_IN_INPUTS
+def _stand_in_for(operation: _Operation) -> int | None:
+    """The number of the attention call that an operation stands for; a call's stand-in counts it by its inputs."""
+    if operation.name != "Depends" or len(operation.inputs) < _STAND_IN_INPUTS:
+        return None
+    return len(operation.inputs) - _STAND_IN_INPUTS
 
 
 def _evaluation_order(graph: _Graph) -> list[int]:

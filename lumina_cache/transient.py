@@ -286,19 +286,17 @@ def of_step(
     encoded = max(
         (one for one in after if one.bits), key=lambda one: one.rows * row_nbytes(one), default=None
     )
-    best = _between_calls(shape.steps, n, rows)
-    for i in range(len(_nearest(shape.steps, n)[0].calls)):
-        best = max(
-            best,
-            _at_call(shape.steps, i, n, rows, device, encoded, decodes_on_fetch),
-            key=lambda t: t.together,
-        )
-    wide = round(_through([s.logits for s in _nearest(shape.steps, n)], shape.steps, n)) if logits else 0
-    return replace(best, growth=growth, logits=wide)
+    steps = _nearest(shape.steps, n, logits)
+    moments = [_between_calls(steps, n, rows)]
+    for i in range(len(steps[0].calls)):
+        moments.append(_at_call(steps, i, n, rows, device, encoded, decodes_on_fetch))
+    worst = max(moments, key=lambda moment: moment.together)
+    wide = round(_through([s.vocabulary for s in steps], steps, n)) if logits else 0
+    return replace(worst, growth=growth, logits=wide)
 
 
 def _between_calls(steps: Sequence[StepTrace], n: int, rows: int) -> Transient:
-    fixed, per_row = _highest([s.quiet for s in _nearest(steps, n)], steps, n, rows)
+    fixed, per_row = _highest([s.quiet for s in steps], steps, n, rows)
     return Transient(row_arrays=round(per_row * rows), activations=round(fixed))
 
 
@@ -311,9 +309,8 @@ def _at_call(
     encoded: Held | None,
     decodes_on_fetch: bool,
 ) -> Transient:
-    near = _nearest(steps, n)
-    fixed, per_row = _highest([s.calls[i][1] for s in near], steps, n, rows)
-    call, traced = near[0].calls[i][0], near[0].n
+    fixed, per_row = _highest([s.calls[i][1] for s in steps], steps, n, rows)
+    call, traced = steps[0].calls[i][0], steps[0].n
     here = rows
     if call.window is not None:
         here = min(rows, call.window + n - traced)
@@ -322,7 +319,7 @@ def _at_call(
         replace(call, queries=n) if call.queries == traced else replace(call, batch=call.batch * n // traced)
     )
     # While a call's large products run, MLX already allocates for the operations behind it.
-    ahead, _ = _highest([s.quiet for s in near], steps, n, rows)
+    ahead, _ = _highest([s.quiet for s in steps], steps, n, rows)
     others = Transient(row_arrays=round(per_row * rows), activations=round(fixed + ahead))
     if encoded is None or call.window is not None:
         return replace(others, scores=device.dense_nbytes(call, here, _fused(device, call, here)))
@@ -347,16 +344,17 @@ def _fused(device: Device, call: AttentionCall, rows: int) -> bool:
 _asked = cache(is_fused_here)
 
 
-def _nearest(steps: Sequence[StepTrace], n: int) -> Sequence[StepTrace]:
-    """The followed steps to draw a line through: the one of n tokens itself, else the two longest."""
-    exact = [s for s in steps if s.n == n]
-    return exact or steps[-2:]
+def _nearest(steps: Sequence[StepTrace], n: int, logits: bool) -> tuple[StepTrace, ...]:
+    """The followed steps to draw a line through: the one of n tokens itself, else two lengths."""
+    exact = tuple(s for s in steps if s.n == n)
+    like = exact or tuple(s for s in steps if s.n > 1)
+    return tuple(s for s in like if s.logits == logits) or exact
 
 
 def _through(values: Sequence[float], steps: Sequence[StepTrace], n: int) -> float:
     if len(values) == 1:
         return values[0]
-    (a, b), (first, second) = values, (s.n for s in steps[-2:])
+    (a, b), (first, second) = values, (s.n for s in steps)
     return max(0.0, a + (b - a) / (second - first) * (n - first))
 
 

@@ -41,7 +41,18 @@ from ..transient import Estimate, Wanted, estimate_run
 from .tiny import SPECS, build
 from .tiny.spec import TinySpec
 
-__all__ = ["DOMINATED", "LENGTHS", "Run", "Subject", "as_markdown", "main", "measure", "subjects", "summary"]
+__all__ = [
+    "DOMINATED",
+    "LENGTHS",
+    "Run",
+    "Skipped",
+    "Subject",
+    "as_markdown",
+    "main",
+    "measure",
+    "subjects",
+    "summary",
+]
 
 #: Share of the measured peak that the cache has to take for a run to count as dominated by it.
 DOMINATED = 0.75
@@ -148,6 +159,15 @@ class Run:
     def peak_error(self) -> float:
         """(predicted − measured) / measured."""
         return self.peak / self.peak_measured - 1
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A model that could not be measured here, and why."""
+
+    architecture: str
+    dtype: str
+    reason: str
 
 
 def subjects(quick: bool = False) -> Iterator[Subject]:
@@ -343,7 +363,8 @@ def _span(runs: Sequence[Run]) -> str:
     return f"{min(errors):+.1f} … {max(errors):+.1f} %"
 
 
-def summary_text(figures: Mapping[str, Any]) -> str:
+def summary_text(figures: Mapping[str, Any], skipped: Sequence[Skipped] = ()) -> str:
+    """The summary as sentences."""
     inside, others = figures["dominated"], figures["others"]
     text = (
         f"{figures['runs']} runs on {figures['architectures']} architectures: resident bytes exact in "
@@ -356,6 +377,11 @@ def summary_text(figures: Mapping[str, Any]) -> str:
                 f"error {100 * part['median_error']:+.1f} %, from {100 * part['least_error']:+.1f} to "
                 f"{100 * part['greatest_error']:+.1f} %."
             )
+    reasons: dict[str, list[str]] = {}
+    for one in skipped:
+        reasons.setdefault(one.reason, []).append(f"{one.architecture} in {one.dtype}")
+    for reason, who in reasons.items():
+        text += f" Not measured: {', '.join(who)} ({reason})."
     return text
 
 
@@ -379,10 +405,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write runs and summary to this file")
     parser.add_argument("--page", type=Path, help="put the table between the marks of this Markdown page")
     options = parser.parse_args(argv)
-    start, runs = time.perf_counter(), list[Run]()
+    start, runs, skipped = time.perf_counter(), list[Run](), list[Skipped]()
     for subject in subjects(options.quick):
         began = time.perf_counter()
-        new = list(measure(subject))
+        try:
+            new = list(measure(subject))
+        except Exception as error:  # what MLX cannot run on this device is not an error of the estimate
+            reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            skipped.append(Skipped(subject.architecture, subject.dtype, reason))
+            print(f"{subject.architecture:16s} {subject.dtype:9s} skipped: {reason}", flush=True)
+            continue
         runs += new
         exact = sum(r.resident == r.resident_measured for r in new)
         print(
@@ -391,7 +423,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             flush=True,
         )
     figures = summary(runs)
-    text = summary_text(figures)
+    text = summary_text(figures, skipped)
     print(f"{text} {time.perf_counter() - start:.0f} s")
     if options.json:
         record = {
