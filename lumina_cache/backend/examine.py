@@ -8,6 +8,7 @@ or hardly (rows at eight bits), the logits are compared with those of the unchan
 from __future__ import annotations
 
 import copy
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -129,7 +130,7 @@ def _examined(
     bench: _Bench, known: Mapping[Capability, Outcome]
 ) -> tuple[tuple[Leaf, ...], dict[Capability, Outcome]]:
     entries = bench.fresh()
-    masks = _watched(entries, lambda: bench.reference(entries))
+    masks, makes = _watched(entries, lambda: bench.reference(entries))
     kv = bench.changeable
     found = tuple(
         _leaf(leaf, i in bench.updated, masks.get(i, ())) for i, leaf in enumerate(leaves(bench.filled))
@@ -146,7 +147,7 @@ def _examined(
     for name in FORMATS:
         outcomes[element_format(name)] = _try(lambda name=name: _in_format(name, dims))  # type: ignore[misc]
     packed: list[dict[Capability, Outcome]] = [{} for _ in found]
-    search = _PackedSearch(bench, found)
+    search = _PackedSearch(bench, found, makes)
     for capability, outcome in known.items():
         if capability.name != packed_attention(0, 0).name:
             continue
@@ -164,9 +165,12 @@ def examine_packed(model: Any, layout: Capability, whole: Outcome) -> dict[Capab
     """What to say of one packed layout that the model as a whole could not be given. Never raises."""
     try:
         bench = _Bench.of(model)
-        bench.reference(bench.fresh())
-        found = [_leaf(leaf, i in bench.updated, ()) for i, leaf in enumerate(leaves(bench.filled))]
-        search = _PackedSearch(bench, found)
+        entries = bench.fresh()
+        masks, makes = _watched(entries, lambda: bench.reference(entries))
+        found = [
+            _leaf(leaf, i in bench.updated, masks.get(i, ())) for i, leaf in enumerate(leaves(bench.filled))
+        ]
+        search = _PackedSearch(bench, found, makes)
         return search.outcomes(layout, search.by_leaf(layout, whole))
     except Exception:
         return {layout: whole}
@@ -263,20 +267,26 @@ def _run(bench: _Bench, entries: list[Any], tokens: int) -> None:
     _forward(bench.model, entries, tokens, FILLED)
 
 
-def _watched(entries: list[Any], run: Callable[[], None]) -> dict[int, list[MaskRequest]]:
-    """Masks that were asked of each leaf while ``run`` ran, by number of the leaf."""
-    asked: dict[int, list[MaskRequest]] = {}
-    watched = [(i, leaf) for i, leaf in enumerate(leaves(entries)) if hasattr(leaf, "make_mask")]
-    for i, leaf in watched:
-        leaf.make_mask = _recording(leaf.make_mask, asked.setdefault(i, []))
+def _watched(
+    entries: list[Any], run: Callable[[], None]
+) -> tuple[dict[int, list[MaskRequest]], dict[int, set[tuple[Any, ...]]]]:
+    """What was asked of each leaf, by its number, while ``run`` ran: masks, and by whom its rows were updated."""
+    flat = list(leaves(entries))
+    masks: dict[int, list[MaskRequest]] = {}
+    makes: dict[int, set[tuple[Any, ...]]] = {}
+    for i, leaf in enumerate(flat):
+        if hasattr(leaf, "make_mask"):
+            leaf.make_mask = _recording(leaf.make_mask, masks.setdefault(i, []))
+        if isinstance(leaf, KVCache):
+            leaf.__dict__["update_and_fetch"] = _naming(leaf.update_and_fetch, makes.setdefault(i, set()))
     try:
         run()
     finally:
-        for _, leaf in watched:
-            del (
-                leaf.make_mask
-            )  # the recorder refers to the leaf, and would keep its arrays until the next collection
-    return asked
+        for leaf in flat:
+            # The recorders refer to the leaf, and would keep its arrays until the next collection.
+            leaf.__dict__.pop("make_mask", None)
+            leaf.__dict__.pop("update_and_fetch", None)
+    return masks, makes
 
 
 def _recording(make_mask: Callable[..., Any], asked: list[MaskRequest]) -> Callable[..., Any]:
@@ -287,6 +297,19 @@ def _recording(make_mask: Callable[..., Any], asked: list[MaskRequest]) -> Calla
         return mask
 
     return recorded
+
+
+def _naming(update: Callable[..., Any], makes: set[tuple[Any, ...]]) -> Callable[..., Any]:
+    """Notes the function that hands over keys and values, and the switches of the module it belongs to."""
+
+    def named(*args: Any, **options: Any) -> Any:
+        caller = sys._getframe(1)
+        module = vars(caller.f_locals["self"]) if hasattr(caller.f_locals.get("self"), "__dict__") else {}
+        switches = sorted(name for name, value in module.items() if value is True)
+        makes.add((caller.f_code.co_qualname, *switches))
+        return update(*args, **options)
+
+    return named
 
 
 # -- trials -------------------------------------------------------------------------------------------------------------
@@ -474,11 +497,11 @@ class _PackedSearch:
 
     bench: _Bench
     found: Sequence[Leaf]
+    made: Mapping[int, set[tuple[Any, ...]]]  #: who hands each leaf its keys and values
     runs: int = 0
     causes: dict[str, list[int]] = field(default_factory=dict)  #: cause → leaves, over all layouts
-    never: dict[int, Outcome] = field(
-        default_factory=dict
-    )  #: leaves that no bit width would make a difference to
+    #: Leaves that no bit width would make a difference to.
+    never: dict[int, Outcome] = field(default_factory=dict)
 
     def by_leaf(self, layout: Capability, whole: Outcome) -> dict[int, Outcome]:
         """The outcome of one layout for every changeable leaf, given that of packing all of them at once."""
@@ -536,14 +559,7 @@ class _PackedSearch:
         """Leaves that agree in this run through the same code of the model."""
         leaf = self.found[i]
         inner = leaf.name.partition(".")[2]
-        return (
-            leaf.updated,
-            leaf.n_kv_heads,
-            leaf.key_dim,
-            leaf.value_dim,
-            inner,
-            bool(leaf.masks) and len(inner),
-        )
+        return (inner, leaf.n_kv_heads, leaf.key_dim, leaf.value_dim, *sorted(self.made.get(i, ())))
 
     def _tell_apart(self, codec: Affine, same: list[int]) -> dict[int, Outcome]:
         if self.runs >= MOST_RUNS:
