@@ -31,7 +31,8 @@ def as_text(report: GapReport) -> str:
     for gap in report.gaps:
         lines += [*_decision(gap), ""]
     lines.append(
-        f"mean gap over {len(report.gaps)} decisions: {report.mean:.3f} points, of which the backend {report.mean_backend:.3f}"
+        f"mean gap over {len(report.gaps)} decisions: {report.mean:.3f} points, "
+        f"of which the backend {report.mean_backend:.3f}"
     )
     if report.refusals:
         lines.append(
@@ -50,7 +51,8 @@ def _decision(gap: DecisionGap) -> list[str]:
         head,
         f"  best of A            {gap.best_all.score:+9.3f}  {gap.best_all.action}",
         f"  best of F            {gap.best_feasible.score:+9.3f}  {gap.best_feasible.action}",
-        f"  gap                  {gap.gap:+9.3f}  = backend {gap.backend:+.3f}, code that is not there yet {gap.library:+.3f}",
+        f"  gap                  {gap.gap:+9.3f}  = backend {gap.backend:+.3f}, "
+        f"code that is not there yet {gap.library:+.3f}",
     ]
     if gap.chosen is None:
         lines.append("  chosen                unscored")
