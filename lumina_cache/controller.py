@@ -317,6 +317,8 @@ class Controller:
                 self._execute(steps, action, "caller", None)
             except LuminaError as error:
                 self._warn("pending_action_failed", f"{action}: {error}")
+            except Exception as error:  # whoever asked is long gone, and generation must not break
+                self._warn("pending_action_failed", f"{action}: {type(error).__name__}: {error}")
 
     def _hold_budget(self, beginning: StepTracker, tokens: int, trigger: str) -> None:
         """Predict the bytes after a step of ``tokens`` tokens of one of the models; if they pass the budget, decide.

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumina_cache.actions import (
@@ -35,6 +35,9 @@ from lumina_cache.backend.capabilities import (
 )
 from lumina_cache.errors import ActionSyntaxError, LuminaError
 from lumina_cache.methods import METHODS, methods_of
+
+#: A shared machine may take its time.
+unhurried = settings(deadline=None)
 
 ratios = st.floats(0.0, 1.0, exclude_min=True, exclude_max=True)
 counts = st.integers(1, 10**6)
@@ -78,6 +81,7 @@ def plans(draw: Any) -> Plan:
     return Plan(tuple(assignments))
 
 
+@unhurried
 @given(st.one_of(anything, plans()))
 def test_what_an_action_prints_is_read_back_as_the_same_action(action: Action) -> None:
     assert parse_action(str(action)) == action
@@ -85,6 +89,7 @@ def test_what_an_action_prints_is_read_back_as_the_same_action(action: Action) -
     assert hash(parse_action(str(action))) == hash(action)
 
 
+@unhurried
 @given(
     ratios=st.lists(ratios, max_size=3),
     bits=st.lists(st.sampled_from([2, 3, 4, 5, 6, 8]), max_size=3),
@@ -193,6 +198,7 @@ def test_what_cannot_be_read_is_refused_with_the_bad_part_named(text: str, says:
     assert isinstance(caught.value, LuminaError)
 
 
+@unhurried
 @given(st.text(alphabet="abcdefghijklmnopqrstuvwxyz0123456789:@=,;+-._ ", max_size=30))
 def test_no_text_at_all_makes_the_parser_raise_anything_else(text: str) -> None:
     try:
@@ -220,6 +226,7 @@ def test_values_that_make_no_sense_cannot_be_built(make: Any, says: str) -> None
         make()
 
 
+@unhurried
 @given(held=st.integers(1, 10**6), ratio=ratios, rows=counts)
 def test_rows_kept_are_at_least_one_and_never_more_than_are_held(held: int, ratio: float, rows: int) -> None:
     for action in (Evict("sinks_window", ratio=ratio), Evict("sinks_window", rows=rows)):

@@ -14,6 +14,7 @@ from harness import feed, held_of, quiet, same_bits, settle, tokens
 
 from lumina_cache import layers
 from lumina_cache.errors import ActionInfeasibleError
+from lumina_cache.lab.tiny import build
 from lumina_cache.layers import KVCache, leaves
 
 EVICT = "evict:sinks_window@rows=12"
@@ -159,6 +160,21 @@ def test_an_action_that_turns_out_infeasible_at_the_boundary_is_reported_and_cha
     assert "pending_action_failed" in [r.get("code") for r in cache.log.records]
 
 
+def test_an_action_that_breaks_at_the_boundary_does_not_break_the_next_step(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = tiny("llama"), tokens(40)
+    hook = Hook(monkeypatch, model)
+    cache = quiet(model)
+    feed(model, cache, ids, [30])
+    hook.after_layer(0, lambda: cache.apply(EVICT))
+    mx.eval(model(ids[:, 30:33], cache=cache))
+    monkeypatch.setattr(KVCache, "gather", lambda *_: 1 / 0)
+    want = feed(model, quiet(model), ids, [30, 3, 1])[:, 33:]
+    assert same_bits(feed(model, cache, ids, [1], start=33), want)
+    assert "pending_action_failed" in [r.get("code") for r in cache.log.records]
+
+
 class Unused:
     """A model with one cache entry more than it has layers."""
 
@@ -284,10 +300,10 @@ def test_masks_of_evicted_rows_with_a_window_are_built_without_reading_arrays(
 
 
 def test_a_callback_that_asks_in_every_layer_of_every_step_meets_itself_in_no_probe(
-    tiny: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first action probes the model, whose layers then ask again."""
-    model = tiny("llama")
+    model = build("llama", seed=11)  # not probed yet
     hook = Hook(monkeypatch, model)
     cache = quiet(model)
 

@@ -177,6 +177,7 @@ def test_a_window_holds_its_overhang_after_a_chunk_and_loses_it_in_decode(chunk:
     assert layer.rows == 8 or chunk * 6 + 1 < 8
 
 
+@settings(deadline=None)
 @given(
     rows=st.integers(0, 3000),
     slack=st.integers(0, 600),
