@@ -10,7 +10,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..budget import format_bytes
-from .architectures import ArchitectureTable, classify_all
+from .architecture_table import ArchitectureTable
+from .architectures import classify_all
 from .disk import DiskProbe, probe_disk
 from .installation import Installation, probe_installation
 from .matrix import BITS, FORMATS, GROUP_SIZES, HEAD_DIMS, Matrix, Trial, probe_matrix
