@@ -33,6 +33,9 @@ every_module = pytest.mark.parametrize("name", SPECS)
 CHUNKS = (1, 16, 2048)
 PROMPT_ROWS, DECODE_STEPS = 40, 12
 # the largest change of a logit that the order of a float32 sum brings about in these models is 5e-5
+#: Rounds keys and values to 8 bits itself, so that a difference in the last bit can move one by a whole step.
+ROUNDED = {"afm7": 1e-2}
+
 SAME = 1e-4
 
 
@@ -247,7 +250,8 @@ def test_chunk_sizes_agree_when_the_buffers_have_grown(name: str) -> None:
     for start in range(0, 300, 64):
         chunked = last_logits(name, model, prompt[start : start + 64], cache)
         mx.eval(chunked)
-    assert (largest_difference(whole, chunked) < SAME) == (name not in CHUNKING_MOVES_LOGITS)
+    limit = ROUNDED.get(name, SAME)
+    assert (largest_difference(whole, chunked) < limit) == (name not in CHUNKING_MOVES_LOGITS)
 
 
 @pytest.mark.slow

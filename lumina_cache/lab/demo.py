@@ -13,8 +13,10 @@ from rich.table import Table
 
 from ..apply import Footprint
 from ..audit import read_log
+from ..backend.probe import remembered_probe
 from ..budget import format_bytes, parse_bytes
 from ..cache import CacheView, LuminaCache
+from ..controller import smallest_budget
 from ..gap.gap import gap_of_log
 from ..gap.report import as_text
 from ..layers import leaves
@@ -63,7 +65,10 @@ def run_demo(*, model: str | None, budget: str | None, log: os.PathLike[str] | N
     document = demo_document()
     device = mx.default_device().type.name
     slow = mx.default_device() == mx.Device(mx.cpu) and not blas.engaged
-    prompt = _prompt(loaded, document, shortened=slow)
+    if slow:
+        document = _shortened(loaded, document)
+    question = document.questions[0]
+    prompt = chat_tokens(loaded.tokenizer, document.prompt())
     console.print(
         f"model      {loaded.name}, {str(loaded.dtype).rpartition('.')[2]} on {device} ({loaded.source})",
         markup=False,
@@ -79,11 +84,11 @@ def run_demo(*, model: str | None, budget: str | None, log: os.PathLike[str] | N
             "On Debian: apt-get install libopenblas0-pthread",
             style="yellow",
         )
-    console.print(f"question   {document.question}\n", markup=False, soft_wrap=True)
+    console.print(f"question   {question.text}\n", markup=False, soft_wrap=True)
 
     console.print("[bold]1. The stock cache[/bold]  prompt_cache=make_prompt_cache(model)")
     stock = _measure(loaded, prompt, lambda: make_prompt_cache(loaded.model), 512, max_tokens, console)
-    budget_bytes = parse_bytes(budget) if budget is not None else int(stock.allocated * BUDGET_SHARE)
+    budget_bytes = parse_bytes(budget) if budget is not None else _default_budget(loaded, stock)
 
     console.print(
         f"\n[bold]2. Under a budget[/bold]  prompt_cache=LuminaCache(model, budget={budget_bytes}, log=…)"
@@ -131,12 +136,17 @@ def run_demo(*, model: str | None, budget: str | None, log: os.PathLike[str] | N
     console.print(f"     lumina-cache log {cache.log.path}", markup=False, soft_wrap=True)
 
 
-def _prompt(loaded: LoadedModel, document: Document, *, shortened: bool) -> list[int]:
-    text = document.text
-    if shortened:
-        ids = loaded.tokenizer.encode(text)[:SHORT_DOCUMENT_TOKENS]
-        text = loaded.tokenizer.decode(ids)
-    return chat_tokens(loaded.tokenizer, replace(document, text=text).prompt())
+def _shortened(loaded: LoadedModel, document: Document) -> Document:
+    """The beginning of the document, with a question that it still answers."""
+    ids = loaded.tokenizer.encode(document.text)[:SHORT_DOCUMENT_TOKENS]
+    text = loaded.tokenizer.decode(ids)
+    questions = tuple(q for q in document.questions if q.is_answered_by(text))
+    return replace(document, text=text, questions=questions or document.questions)
+
+
+def _default_budget(loaded: LoadedModel, stock: _Run) -> int:
+    """A share of what the stock cache took, or the least that can be held if that is more."""
+    return max(int(stock.allocated * BUDGET_SHARE), smallest_budget(remembered_probe(loaded.model)))
 
 
 def _measure(
