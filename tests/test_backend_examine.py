@@ -12,7 +12,8 @@ import pytest
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import make_prompt_cache
 
-from lumina_cache.backend import examine as examining
+from lumina_cache.backend import bench as benching
+from lumina_cache.backend import packable as packing
 from lumina_cache.backend import probe as probing
 from lumina_cache.backend.capabilities import (
     ARRAY_MASK,
@@ -29,7 +30,8 @@ from lumina_cache.backend.capabilities import (
     packed_attention,
     packed_some_layers,
 )
-from lumina_cache.backend.examine import examine, why_not_packed
+from lumina_cache.backend.examine import examine
+from lumina_cache.backend.packable import why_not_packed
 from lumina_cache.backend.probe import ModelProbe, probe_model, probe_packed, remembered_probe
 from lumina_cache.codecs import Affine, Codec
 from lumina_cache.codecs.base import Encoded, cut_rows
@@ -389,7 +391,7 @@ def test_a_cache_object_that_cannot_be_copied_is_filled_anew(
     def refuse(*_: Any) -> None:
         raise TypeError("cannot be copied")
 
-    monkeypatch.setattr(examining.copy, "deepcopy", refuse)
+    monkeypatch.setattr(benching.copy, "deepcopy", refuse)
     profile = probe_model(tiny("llama")).profile
     assert profile.has(RAGGED_LAYERS)
     assert profile.has(DENSE_REENCODE)
@@ -398,7 +400,7 @@ def test_a_cache_object_that_cannot_be_copied_is_filled_anew(
 def test_the_search_for_layers_that_can_be_packed_is_bounded(
     tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(examining, "MOST_RUNS", 1)
+    monkeypatch.setattr(packing, "MOST_RUNS", 1)
     probe = probe_model(tiny("afm7"))
     assert "within 1 runs" in str(probe.profile.outcome(packed_attention(8, 32)).reason)
 

@@ -14,16 +14,8 @@ from mlx_lm.models import base
 
 from lumina_cache.backend import matrix as tried
 from lumina_cache.backend.isolate import Answer
-from lumina_cache.backend.matrix import (
-    BITS,
-    CHECKS,
-    FORMATS,
-    GROUP_SIZES,
-    HEAD_DIMS,
-    Matrix,
-    answer,
-    probe_matrix,
-)
+from lumina_cache.backend.matrix import BITS, GROUP_SIZES, HEAD_DIMS, Matrix, probe_matrix
+from lumina_cache.backend.matrix_checks import CHECKS, FORMATS, KV_HEADS, answer
 
 LAYOUT = {"bits": 4, "group_size": 32, "key_dim": 64, "value_dim": 64}
 
@@ -125,7 +117,7 @@ def test_formats_work_where_their_group_divides_both_dims(matrix: Matrix) -> Non
 def test_masks_of_all_shapes_work_but_one_per_head_over_packed_rows_with_shared_heads(matrix: Matrix) -> None:
     failing = {tuple(t.params.items()) for t in matrix.of("mask") if not t.works}
     assert all(dict(p)["storage"] == "packed" and dict(p)["mask"] == "per_head" for p in failing)
-    assert all(dict(p)["query_heads"] > tried.KV_HEADS for p in failing)
+    assert all(dict(p)["query_heads"] > KV_HEADS for p in failing)
     assert len(failing) == 2
 
 

@@ -24,6 +24,7 @@ from ..codecs import Affine
 from ..estimate import Held
 from ..layers import KVCache, ManagedLayer, adopt, leaves
 from ..steps import StepTracker
+from .bench import Leaf
 from .capabilities import (
     DENSE_REENCODE,
     KEYS,
@@ -35,7 +36,7 @@ from .capabilities import (
     Outcome,
     packed_attention,
 )
-from .examine import Leaf, examine, examine_packed
+from .examine import examine, examine_packed
 from .interface import mlx_lm_version, mlx_version
 from .store import configuration_fingerprint
 

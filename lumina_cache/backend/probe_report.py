@@ -14,7 +14,8 @@ from .architecture_table import ArchitectureTable
 from .architectures import classify_all
 from .disk import DiskProbe, probe_disk
 from .installation import Installation, probe_installation
-from .matrix import BITS, FORMATS, GROUP_SIZES, HEAD_DIMS, Matrix, Trial, probe_matrix
+from .matrix import BITS, GROUP_SIZES, HEAD_DIMS, Matrix, Trial, probe_matrix
+from .matrix_checks import FORMATS
 from .probe import ModelProbe, probe_model
 from .store import ProbeStore, configuration_fingerprint
 
