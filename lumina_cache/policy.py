@@ -183,6 +183,12 @@ class LeastLoss:
 
     @staticmethod
     def _nearest(state: State, feasible: Sequence[Candidate]) -> Decision:
+        if state.tokens > 1:
+            # The chunk passes the budget whatever is done before it, and rows are weighed again as soon as it is done.
+            return Decision(
+                Keep(),
+                f"a chunk of {state.tokens} tokens passes {state.budget} bytes by itself; acting after it loses less",
+            )
         smallest = min(feasible, key=lambda c: c.nbytes_next)
         return Decision(
             smallest.action,

@@ -82,6 +82,13 @@ def test_when_nothing_fits_the_nearest_is_taken_and_said():
     assert "nothing feasible holds" in decision.why
 
 
+def test_rows_are_not_thrown_away_before_a_chunk_that_passes_the_budget_anyway():
+    at = State(phase="prefill", tokens=4096, layers=LAYERS, budget=nbytes_allocated(LAYERS))
+    decision = LeastLoss().decide(at, weigh(at, candidates_for(at, 64), EVERYTHING_NATIVE))
+    assert decision.action == Keep()
+    assert "after it" in decision.why
+
+
 def test_an_infeasible_action_is_never_chosen_however_well_it_scores():
     decision, candidates = decide(nbytes_allocated(LAYERS) // 4)
     hadamard = candidates["quant:hadamard,bits=4,group=64"]
