@@ -83,7 +83,7 @@ def test_when_nothing_fits_the_nearest_is_taken_and_said():
 
 
 def test_rows_are_not_thrown_away_before_a_chunk_that_passes_the_budget_anyway():
-    at = State(phase="prefill", tokens=4096, layers=LAYERS, budget=nbytes_allocated(LAYERS))
+    at = State(phase="prefill", tokens=40_000, layers=LAYERS, budget=nbytes_allocated(LAYERS))
     decision = LeastLoss().decide(at, weigh(at, candidates_for(at, 64), EVERYTHING_NATIVE))
     assert decision.action == Keep()
     assert "after it" in decision.why
