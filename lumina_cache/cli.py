@@ -157,6 +157,49 @@ def show_log(path: Annotated[Path, typer.Argument(help="An audit log.")], json: 
 
 
 @app.command(
+    epilog="Examples:  lumina-cache estimate --config config.json --context 4k,32k,128k   |   "
+    "lumina-cache estimate --model smollm2 --action quant:affine,bits=4 --action evict:sinks_window@0.50   |   "
+    "lumina-cache estimate --config config.json --fits 8GB --json"
+)
+def estimate(
+    config: Annotated[
+        Path | None, typer.Option(help="A config.json, or a folder with one. No weights needed.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="A folder, a repository, or smollm2, instead of --config."),
+    ] = None,
+    context: Annotated[
+        list[str] | None, typer.Option(help="Tokens, for example 4k,32k. Default: 4k,32k,128k.")
+    ] = None,
+    action: Annotated[
+        list[str] | None, typer.Option(help="An action's text form; may be given again.")
+    ] = None,
+    fits: Annotated[
+        str | None, typer.Option(help="Also the longest context that fits in this much memory.")
+    ] = None,
+    chunk: Annotated[int, typer.Option(help="Tokens per prefill step.", min=1)] = 2048,
+    device: Annotated[str | None, typer.Option(help="cpu, metal or cuda; default: the one here.")] = None,
+    json: AsJson = False,
+) -> None:
+    """Say what a model's cache takes at a context, and at most on the way there, before anything is loaded."""
+    from .estimate_report import estimate_command
+
+    typer.echo(
+        estimate_command(
+            config=config,
+            model=model,
+            contexts=context or ["4k,32k,128k"],
+            actions=action or [],
+            fits=fits,
+            chunk=chunk,
+            device=device,
+            as_json=json,
+        )
+    )
+
+
+@app.command(
     epilog="Examples:  lumina-cache probe   |   lumina-cache probe --model smollm2   |   "
     "lumina-cache probe --all-architectures --json > mine.json"
 )
