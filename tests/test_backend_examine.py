@@ -429,3 +429,20 @@ def test_a_model_is_probed_once_for_as_long_as_it_lives(tiny: Any, monkeypatch: 
     del model
     gc.collect()
     assert len(probing._remembered) == known - 1
+
+
+def test_a_model_that_cannot_be_remembered_is_probed_each_time(tiny: Any) -> None:
+    class Slotted:
+        __slots__ = ("layers", "model")
+        model_type = "slotted"
+
+        def __init__(self, model: Any) -> None:
+            self.model, self.layers = model, model.layers
+
+        def __call__(self, ids: mx.array, cache: Any) -> Any:
+            return self.model(ids, cache=cache)
+
+    model, known = Slotted(tiny("llama")), dict(probing._remembered)
+    assert remembered_probe(model) is not remembered_probe(model)
+    assert remembered_probe(model).profile.has(KEYS)
+    assert probing._remembered == known

@@ -128,7 +128,7 @@ class PackedSearch:
         if good:
             why += f"; {len(good)} of {len(by_leaf)} layers can be packed"
         said[layout] = Outcome(False, why)
-        none = None if good else f"none of {len(by_leaf)} layers can be packed: see {layout}"
+        none = None if good else f"no layer can be packed: see {layout}"
         said[packed_some_layers(bits, group_size)] = Outcome(bool(good), none)
         for cause, capability in _SAID_OF.items():
             named = [self.found[i].name for i in self.causes.get(cause, ())]

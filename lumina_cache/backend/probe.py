@@ -87,13 +87,17 @@ _remembered: dict[int, tuple[weakref.ref[Any], str, ModelProbe]] = {}
 
 def remembered_probe(model: Any) -> ModelProbe:
     """:func:`probe_model`, run once per live model object and device, and again if its parameters' dtypes change."""
-    made_for = f"{mx.default_device()} {configuration_fingerprint(model)}"
     key = id(model)
+    try:
+        made_for = f"{mx.default_device()} {configuration_fingerprint(model)}"
+        alive = weakref.ref(model, lambda _: _remembered.pop(key, None))
+    except Exception:  # not a module of mlx: nothing tells when it changes or goes
+        return probe_model(model)
     known = _remembered.get(key)
     if known is not None and known[0]() is model and known[1] == made_for:
         return known[2]
     found = probe_model(model)
-    _remembered[key] = (weakref.ref(model, lambda _: _remembered.pop(key, None)), made_for, found)
+    _remembered[key] = (alive, made_for, found)
     return found
 
 

@@ -195,7 +195,9 @@ def _installation_table(installation: Installation, disk: DiskProbe) -> Renderab
     ]
     if installation.memory_limit is not None:
         rows.append(("memory limit", format_bytes(installation.memory_limit)))
-    rows.append(("disk tier", f"{disk.path}: {disk.reason or 'rows can be written and read back'}"))
+    home = str(Path.home())
+    where = f"~{disk.path.removeprefix(home)}" if disk.path.startswith(f"{home}/") else disk.path
+    rows.append(("disk tier", f"{where}: {disk.reason or 'rows can be written and read back'}"))
     if disk.free is not None:
         rows.append(("disk free", format_bytes(disk.free)))
     if disk.write_rate is not None and disk.read_rate is not None:
