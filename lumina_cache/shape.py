@@ -15,7 +15,7 @@ import inspect
 import json
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,12 @@ from .trace import StepTrace, leaves_of, trace_cache, trace_step
 
 __all__ = ["ModelShape", "read_config", "shape_from_config", "shape_from_model"]
 
-#: Steps that are followed for what they take besides the cache, as (tokens, whether logits are evaluated): one token,
-#: and two lengths to draw a line through.
-STEPS = ((1, True), (32, False), (48, False), (32, True), (48, True))
+#: Steps that are followed for what they take besides the cache, as (tokens, whether logits are evaluated): a step of
+#: one token, and two lengths to draw a line through, with logits and without.
+STEPS = ((1, True), (16, False), (24, False), (16, True), (24, True))
+
+#: The same where a recurrence is followed token by token, which takes long.
+STEPS_BY_TOKEN = ((1, True), (8, False), (12, False))
 
 #: Rows held while steps are followed, where no window is larger. Odd, so as not to meet a number of the
 #: configuration by chance; equal remainders for every power of two up to their difference.
@@ -71,7 +74,10 @@ class ModelShape:
     logits_itemsize: int
     weights_nbytes: int | None
     max_position: int | None  #: longest context that the configuration names
-    steps: tuple[StepTrace, ...]  #: what steps take besides, for :data:`STEPS`; empty if that is not known
+    steps: tuple[
+        StepTrace, ...
+    ]  #: what steps take besides on the CPU, for :data:`STEPS`; empty if that is not known
+    gpu_steps: tuple[StepTrace, ...]  #: the same where recurrences have a kernel
     steps_unknown: str | None  #: why ``steps`` is empty
     assumptions: tuple[str, ...]
 
@@ -377,7 +383,7 @@ def _shape(
             return _nbytes([leaf for _, leaf in leaves_of(entries_after(tokens))][position])
 
         layers.append(_held(name, indices[position], leaf, after[position], sized, assumptions))
-    steps, unknown = _steps(model, layers)
+    steps, gpu_steps, unknown = _steps(model, layers)
     if unknown is not None:
         assumptions.append(f"what a step takes besides the cache is not known: {unknown}")
     return ModelShape(
@@ -391,6 +397,7 @@ def _shape(
         weights_nbytes=weights_nbytes,
         max_position=max_position,
         steps=steps,
+        gpu_steps=gpu_steps,
         steps_unknown=unknown,
         assumptions=tuple(assumptions),
     )
@@ -498,12 +505,25 @@ def _head_dims(leaf: Any) -> tuple[int, int] | None:
     return None
 
 
-def _steps(model: Any, layers: Sequence[Held]) -> tuple[tuple[StepTrace, ...], str | None]:
+def _steps(
+    model: Any, layers: Sequence[Held]
+) -> tuple[tuple[StepTrace, ...], tuple[StepTrace, ...], str | None]:
+    """What steps take on the CPU and on a GPU, or why that is not known."""
     widest = max((one.max_size for one in layers), default=0)
     rows = ROWS + -(-widest // ROWS_APART) * ROWS_APART
     try:
-        return tuple(
-            trace_step(model, (rows, rows + ROWS_APART), n, logits=logits) for n, logits in STEPS
-        ), None
+        shapes = trace_cache(model, [1])
+
+        def followed(steps: Iterable[tuple[int, bool]], kernels: bool) -> tuple[StepTrace, ...]:
+            apart = (rows, rows + ROWS_APART)
+            return tuple(
+                trace_step(model, apart, n, logits=logits, kernels=kernels, shapes=shapes)
+                for n, logits in steps
+            )
+
+        with_kernels = followed(STEPS, True)
+        if with_kernels[0].recurrences == 0:
+            return with_kernels, with_kernels, None
+        return followed(STEPS_BY_TOKEN, False), with_kernels, None
     except ModelShapeError as error:
-        return (), str(error)
+        return (), (), str(error)

@@ -25,6 +25,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import cache as stock
+from mlx_lm.models import gated_delta
 from mlx_lm.models.cache import make_prompt_cache
 
 from .codecs.base import STEP
@@ -64,6 +65,7 @@ class StepTrace:
 
     n: int
     logits: bool
+    recurrences: int  #: delta-rule recurrences in the step, which run token by token on the CPU and in a kernel on a GPU
     quiet: tuple[Line, ...]
     calls: tuple[tuple[AttentionCall, tuple[Line, ...]], ...]
     vocabulary: int
@@ -153,21 +155,34 @@ def _untraceable(model: Any, error: Exception) -> ModelShapeError:
 # -- one step, operation by operation ----------------------------------------------------------------------------------
 
 
-def trace_step(model: Any, rows: tuple[int, int], n: int, *, logits: bool = True) -> StepTrace:
+def trace_step(
+    model: Any,
+    rows: tuple[int, int],
+    n: int,
+    *,
+    logits: bool = True,
+    kernels: bool = False,
+    shapes: CacheTrace | None = None,
+) -> StepTrace:
     """The bytes of one step of ``n`` tokens on a cache of ``rows`` rows, followed for two numbers of rows at once.
 
     The model is followed once for each number; an array whose size differs between them grows with the rows held.
     Layers with a bound of their own (sliding windows, chunks) hold as many rows as they ever do.
 
+    Args:
+        logits: whether logits are evaluated, or the cache's arrays only.
+        shapes: the cache after a few tokens, where that was followed already.
+        kernels: whether delta-rule recurrences are one operation, as on a GPU, or token by token, as on the CPU.
+
     Raises:
         ModelShapeError: the step cannot be followed; the message says why.
     """
-    shapes = trace_cache(model, [1])
-    few, many = (_graph(model, shapes.entries, r, n, logits) for r in rows)
+    shapes = shapes or trace_cache(model, [1])
+    few, many = (_graph(model, shapes.entries, r, n, logits, kernels) for r in rows)
     if [o.name for o in few.operations] != [o.name for o in many.operations]:
         raise ModelShapeError(f"{type(model).__module__} takes other steps for other numbers of rows held")
     moments = _account(few, many, rows, vocab=shapes.logits.shape[-1])
-    return StepTrace(n, logits, *moments)
+    return StepTrace(n, logits, few.recurrences, *moments)
 
 
 _Shaped = tuple[str, tuple[int, ...], mx.Dtype]
@@ -187,13 +202,16 @@ class _Graph:
     weights: frozenset[str]
     outputs: tuple[str, ...]
     calls: tuple[AttentionCall, ...]
+    recurrences: int
 
 
-def _graph(model: Any, template: Sequence[Any], rows: int, n: int, evaluate_logits: bool) -> _Graph:
+def _graph(
+    model: Any, template: Sequence[Any], rows: int, n: int, evaluate_logits: bool, kernels: bool
+) -> _Graph:
     paths, weights = _weights(model)
     plan = [_enlarged(name, leaf, rows, n) for name, leaf in leaves_of(template)]
     state = [mx.zeros(shape, dtype) for fields in plan for shape, dtype in _arrays(fields)]
-    recorder = _Recorder(rows, n)
+    recorder = _Recorder(rows, n, kernels)
     nodes: list[dict[str, Any]] = []
 
     def step(token: mx.array, *given: mx.array) -> list[mx.array]:
@@ -226,6 +244,7 @@ def _graph(model: Any, template: Sequence[Any], rows: int, n: int, evaluate_logi
         weights=frozenset(name for name, _, _ in given[: 1 + len(weights)]),
         outputs=tuple(o[0] for o in next(d for d in nodes if d["type"] == "outputs")["outputs"]),
         calls=tuple(recorder.calls),
+        recurrences=recorder.recurrences,
     )
 
 
@@ -289,15 +308,21 @@ def _held_arrays(leaf: Any) -> list[mx.array]:
 
 
 class _Recorder:
-    """Notes attention calls and puts a stand-in of the right shape into the graph; other threads are not affected."""
+    """Notes attention calls and recurrences, and puts stand-ins of the right shape into the graph.
 
-    def __init__(self, rows: int, n: int) -> None:
+    Other threads are not affected.
+    """
+
+    def __init__(self, rows: int, n: int, kernels: bool) -> None:
         self.calls: list[AttentionCall] = []
-        self._rows, self._n = rows, n
+        self.recurrences = 0
+        self._rows, self._n, self._kernels = rows, n, kernels
 
     def __enter__(self) -> _Recorder:
         self._thread = threading.get_ident()
         self._attention, self._contiguous = mx.fast.scaled_dot_product_attention, mx.contiguous
+        self._delta = gated_delta.gated_delta_ops
+        gated_delta.gated_delta_ops = self._recurrence
         mx.fast.scaled_dot_product_attention = self._stand_in
         # Exporting knows no contiguous copy; an absolute value takes the same bytes.
         mx.contiguous = self._copy
@@ -306,6 +331,18 @@ class _Recorder:
     def __exit__(self, *_: object) -> None:
         mx.fast.scaled_dot_product_attention = self._attention
         mx.contiguous = self._contiguous
+        gated_delta.gated_delta_ops = self._delta
+
+    def _recurrence(self, q: mx.array, k: mx.array, v: mx.array, *given: Any, **named: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            return self._delta(q, k, v, *given, **named)
+        self.recurrences += 1
+        if not self._kernels:
+            return self._delta(q, k, v, *given, **named)
+        _, _, state, *_ = given
+        needs = [a for a in (k, v, state) if isinstance(a, mx.array)]
+        out = mx.depends(mx.abs(mx.broadcast_to(q[:, :, :1, :1], v.shape)), needs)
+        return out, mx.abs(state) if isinstance(state, mx.array) else state
 
     def _copy(self, array: mx.array, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != self._thread:
@@ -383,6 +420,9 @@ _FRESH = frozenset(
 #: Operations that may wait before MLX goes into depth (its ``MLX_BFS_MAX_WIDTH``).
 _WIDTH = 20
 
+#: Operations for which MLX allocates while an earlier one still runs: it queues up to ten.
+_AHEAD = 10
+
 #: Inputs of the stand-in for the first attention call: its own array, queries, keys, values, mask, sinks, and repeats
 #: of the queries up to this number. Every further call's has one more.
 _STAND_IN_INPUTS = 7
@@ -393,24 +433,32 @@ def _account(
 ) -> tuple[tuple[Line, ...], tuple[tuple[AttentionCall, tuple[Line, ...]], ...], int]:
     """Walk both graphs side by side and keep the moments that are worst for some number of rows."""
     order = _evaluation_order(few)
-    moments, end = _alive(few, many, order, lambda shape: shape[-1:] != (vocab,))
+    moments, taken, end = _alive(few, many, order, lambda shape: shape[-1:] != (vocab,))
     calls: dict[AttentionCall, list[tuple[int, int]]] = {}
-    for i, alive in zip(order, moments, strict=True):
+    for at, i in enumerate(order):
         number = _stand_in_for(few.operations[i])
         if number is not None:
-            calls.setdefault(few.calls[number], []).append(alive)
-    wide, _ = _alive(few, many, order, lambda shape: shape[-1:] == (vocab,))
+            ahead = taken[min(at + _AHEAD, len(taken) - 1)]
+            both = (moments[at][k] + ahead[k] - taken[at][k] for k in (0, 1))
+            calls.setdefault(few.calls[number], []).append((next(both), next(both)))
+    most_wide = 0
+    if any(shape[-1:] == (vocab,) for one in few.operations for _, shape, _ in one.outputs):
+        wide, _, _ = _alive(few, many, order, lambda shape: shape[-1:] == (vocab,))
+        most_wide = max(alive[0] for alive in wide)
     return (
         _envelope(moments, end, rows),
         tuple((call, _envelope(alive, end, rows)) for call, alive in calls.items()),
-        max((alive[0] for alive in wide), default=0),
+        most_wide,
     )
 
 
 def _alive(
     few: _Graph, many: _Graph, order: list[int], counts: Callable[[tuple[int, ...]], bool]
-) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-    """Bytes alive while each operation runs, in both graphs, and after the last; only of arrays that ``counts``."""
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]], tuple[int, int]]:
+    """Bytes in both graphs: alive while each operation runs, allocated in all up to it, and alive after the last.
+
+    Only arrays whose shape ``counts`` are counted.
+    """
 
     def size(one: _Shaped, other: _Shaped) -> tuple[int, int]:
         return (_nbytes(one), _nbytes(other)) if counts(one[1]) else (0, 0)
@@ -422,14 +470,15 @@ def _alive(
     book = _Book(uses, free=few.weights)
     for a, b in zip(few.state, many.state, strict=True):
         book.hold(a[0], size(a, b))
-    moments = []
+    moments, taken = [], []
     for i in order:
         one, other = few.operations[i], many.operations[i]
         for a, b in zip(one.outputs, other.outputs, strict=True):
             book.write(one, a[0], size(a, b))
         moments.append(book.alive)
+        taken.append(book.taken)
         book.read(one)
-    return moments, book.alive
+    return moments, taken, book.alive
 
 
 def _stand_in_for(operation: _Operation) -> int | None:
@@ -482,7 +531,7 @@ class _Book:
     """
 
     def __init__(self, uses: dict[str, int], free: frozenset[str]) -> None:
-        self.alive = (0, 0)
+        self.alive = self.taken = (0, 0)
         self._uses = uses
         self._buffer: dict[str, str] = {}  # array → buffer that holds it
         self._size: dict[str, tuple[int, int]] = {}
@@ -493,6 +542,7 @@ class _Book:
     def hold(self, name: str, size: tuple[int, int]) -> None:
         self._buffer[name], self._size[name], self._arrays[name] = name, size, 1
         self.alive = (self.alive[0] + size[0], self.alive[1] + size[1])
+        self.taken = (self.taken[0] + size[0], self.taken[1] + size[1])
 
     def write(self, operation: _Operation, name: str, size: tuple[int, int]) -> None:
         old = self._reused(operation, size)

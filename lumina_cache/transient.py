@@ -286,12 +286,12 @@ def of_step(
     encoded = max(
         (one for one in after if one.bits), key=lambda one: one.rows * row_nbytes(one), default=None
     )
-    steps = _nearest(shape.steps, n, logits)
+    steps = _nearest(shape.steps if device.name == "cpu" else shape.gpu_steps, n, logits)
     moments = [_between_calls(steps, n, rows)]
     for i in range(len(steps[0].calls)):
         moments.append(_at_call(steps, i, n, rows, device, encoded, decodes_on_fetch))
     worst = max(moments, key=lambda moment: moment.together)
-    wide = round(_through([s.vocabulary for s in steps], steps, n)) if logits else 0
+    wide = n * next(s.vocabulary // s.n for s in shape.steps if s.logits) if logits else 0
     return replace(worst, growth=growth, logits=wide)
 
 
@@ -318,9 +318,7 @@ def _at_call(
     call = (
         replace(call, queries=n) if call.queries == traced else replace(call, batch=call.batch * n // traced)
     )
-    # While a call's large products run, MLX already allocates for the operations behind it.
-    ahead, _ = _highest([s.quiet for s in steps], steps, n, rows)
-    others = Transient(row_arrays=round(per_row * rows), activations=round(fixed + ahead))
+    others = Transient(row_arrays=round(per_row * rows), activations=round(fixed))
     if encoded is None or call.window is not None:
         return replace(others, scores=device.dense_nbytes(call, here, _fused(device, call, here)))
     if decodes_on_fetch:
@@ -347,8 +345,12 @@ _asked = cache(is_fused_here)
 def _nearest(steps: Sequence[StepTrace], n: int, logits: bool) -> tuple[StepTrace, ...]:
     """The followed steps to draw a line through: the one of n tokens itself, else two lengths."""
     exact = tuple(s for s in steps if s.n == n)
-    like = exact or tuple(s for s in steps if s.n > 1)
-    return tuple(s for s in like if s.logits == logits) or exact
+    several = tuple(s for s in steps if s.n > 1)
+    for found in (exact, several):
+        alike = tuple(s for s in found if s.logits == logits)
+        if alike or found:
+            return alike or found
+    raise AssertionError("steps of several tokens are always followed")
 
 
 def _through(values: Sequence[float], steps: Sequence[StepTrace], n: int) -> float:

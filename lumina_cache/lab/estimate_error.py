@@ -120,7 +120,7 @@ WIDENED: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 #: In the second set: a buffer that has just grown, and one that is nearly full.
-WIDENED_LENGTHS = (1025, 1500)
+WIDENED_LENGTHS = (1025, 1790)
 #: Chunks: 512 leaves a remainder for every length of the first set; 32 keeps scores small beside the cache.
 CHUNK, WIDENED_CHUNK = 512, 32
 
