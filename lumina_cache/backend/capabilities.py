@@ -152,10 +152,6 @@ class BackendProfile:
         }
 
 
-#: Buffers are allocated ahead of the rows that will fill them.
-RESERVE = Capability("RESERVE", rung=Rung.CACHE)
-#: Rows live in a file and are read back when they are fetched.
-DISK_TIER = Capability("DISK_TIER", rung=Rung.CACHE)
 #: Attention takes an array of our making as its mask, also where the model asked for none of its own.
 ARRAY_MASK = Capability("ARRAY_MASK", rung=Rung.CACHE)
 #: mlx-lm's attention over packed rows takes attention sinks. Only in the profile of a model that has them.
