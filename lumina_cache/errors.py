@@ -8,6 +8,7 @@ __all__ = [
     "BackendInterfaceError",
     "BudgetError",
     "EngagementError",
+    "EstimateInputError",
     "LogFormatError",
     "LuminaError",
     "LuminaWarning",
@@ -45,6 +46,10 @@ class ActionInfeasibleError(LuminaError):
 
 class EngagementError(LuminaError):
     """An action ran but what was observed afterwards is not what was asked for."""
+
+
+class EstimateInputError(LuminaError, ValueError):
+    """A context, chunk, device or choice of model that no estimate can be made for."""
 
 
 class LogFormatError(LuminaError, ValueError):

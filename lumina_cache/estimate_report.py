@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .actions import Action, Keep, parse_action
 from .budget import format_bytes, parse_bytes
-from .errors import ModelShapeError
+from .errors import EstimateInputError, ModelShapeError
 from .kernels import device_named
 from .shape import ModelShape, shape_from_config, shape_from_model
 from .transient import Estimate, Wanted, estimate_run, longest_context
@@ -43,7 +43,7 @@ def estimate_command(
         device: cpu, metal or cuda; None for the one MLX uses here.
 
     Raises:
-        ModelShapeError: naming the field or the argument that was not understood, and what would be.
+        ModelShapeError, EstimateInputError: naming the field or the argument that was not understood.
         ActionSyntaxError, BudgetError: likewise for an action and an amount.
     """
     shape = shape_of(config, model)
@@ -69,7 +69,7 @@ def estimate_command(
 def shape_of(config: Path | None, model: str | None) -> ModelShape:
     """The shape of the model that ``config`` or ``model`` names; exactly one of them is given."""
     if (config is None) == (model is None):
-        raise ModelShapeError("give either a config.json or a model")
+        raise EstimateInputError("give either a config.json or a model")
     if config is not None:
         return shape_from_config(config)
     assert model is not None
@@ -98,10 +98,10 @@ def parse_context(text: str) -> int:
     """Tokens in ``text``: ``8192``, ``32k`` (of 1,024) or ``1m``."""
     match = _CONTEXT.match(text.strip())
     if match is None:
-        raise ModelShapeError(f"context {text!r}: give a number of tokens such as 8192 or 32k")
+        raise EstimateInputError(f"context {text!r}: give a number of tokens such as 8192 or 32k")
     tokens = int(float(match[1]) * _FACTORS[match[2].lower()])
     if tokens < 1:
-        raise ModelShapeError(f"context {text!r}: expected at least one token")
+        raise EstimateInputError(f"context {text!r}: expected at least one token")
     return tokens
 
 

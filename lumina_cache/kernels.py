@@ -17,7 +17,7 @@ from typing import Literal
 
 import mlx.core as mx
 
-from .errors import ModelShapeError
+from .errors import EstimateInputError
 
 __all__ = ["DEVICES", "AttentionCall", "Device", "MaskKind", "device_named", "is_fused_here"]
 
@@ -137,12 +137,12 @@ def device_named(name: str | None) -> Device:
     """The device of that name; None: the one that MLX uses here.
 
     Raises:
-        ModelShapeError: there is no such device.
+        EstimateInputError: there is no such device.
     """
     if name is None:
         name = "cpu" if mx.default_device() == mx.cpu else "metal" if mx.metal.is_available() else "cuda"
     if name not in DEVICES:
-        raise ModelShapeError(f"device {name!r} is not known; known are {', '.join(DEVICES)}")
+        raise EstimateInputError(f"device {name!r} is not known; known are {', '.join(DEVICES)}")
     return DEVICES[name]
 
 

@@ -317,9 +317,10 @@ def _pack(model: Any, config: Mapping[str, Any], assumptions: list[str]) -> None
         return layer.weight.shape[-1] % group_size == 0
 
     nn.quantize(model, group_size, bits, mode=packing.get("mode", "affine"), class_predicate=packed)
+    where = "every layer that can be" if not left else "every layer that can be and is not left out by name"
     assumptions.append(
-        f"weights are packed to {bits} bits in groups of {group_size} in every layer that can be; keys and values have "
-        "the type of their scales, taken to be the configuration's dtype"
+        f"weights are packed to {bits} bits in groups of {group_size} in {where}; keys and values have the type of "
+        "the activations, taken to be the configuration's dtype"
     )
 
 

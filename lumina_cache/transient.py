@@ -16,7 +16,7 @@ from typing import Literal
 import mlx.core as mx
 
 from .actions import Action, Keep, Quantize
-from .errors import ModelShapeError
+from .errors import EstimateInputError
 from .estimate import (
     Held,
     after_action,
@@ -77,7 +77,7 @@ class Wanted:
     def __post_init__(self) -> None:
         for name in ("context", "chunk"):
             if getattr(self, name) < 1:
-                raise ModelShapeError(f"{name} = {getattr(self, name)}: expected at least one token")
+                raise EstimateInputError(f"{name} = {getattr(self, name)}: expected at least one token")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def estimate_run(shape: ModelShape, wanted: Wanted, device: Device | None = None
         device: where it runs; None: where MLX runs here.
 
     Raises:
-        ModelShapeError: the context or the chunk is less than one token.
+        EstimateInputError: the context or the chunk is less than one token.
     """
     device = device or device_named(None)
     layers = _layers(shape, wanted.action)

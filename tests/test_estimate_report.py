@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from lumina_cache.errors import ActionSyntaxError, BudgetError, LuminaError, ModelShapeError
+from lumina_cache.errors import (
+    ActionSyntaxError,
+    BudgetError,
+    EstimateInputError,
+    LuminaError,
+    ModelShapeError,
+)
 from lumina_cache.estimate_report import estimate_command, parse_context
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
@@ -73,11 +79,11 @@ def test_contexts_are_read_as_people_write_them(text, tokens):
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
-        ({"contexts": ["long"]}, ModelShapeError, "'long'"),
-        ({"contexts": ["0"]}, ModelShapeError, "at least one token"),
+        ({"contexts": ["long"]}, EstimateInputError, "'long'"),
+        ({"contexts": ["0"]}, EstimateInputError, "at least one token"),
         ({"config": Path("none.json")}, ModelShapeError, "cannot read none.json"),
-        ({"config": None}, ModelShapeError, "either a config.json or a model"),
-        ({"device": "abacus"}, ModelShapeError, "'abacus'"),
+        ({"config": None}, EstimateInputError, "either a config.json or a model"),
+        ({"device": "abacus"}, EstimateInputError, "'abacus'"),
         ({"actions": ["squeeze"]}, ActionSyntaxError, "'squeeze'"),
         ({"fits": "much"}, BudgetError, "'much'"),
         ({"config": None, "model": "no/such/model"}, LuminaError, "no/such/model"),
