@@ -89,6 +89,10 @@ def test_contexts_are_read_as_people_write_them(text, tokens):
         ({"config": None, "model": "no/such/model"}, LuminaError, "no/such/model"),
     ],
 )
-def test_what_is_not_understood_is_named(changes, error, says):
+def test_what_is_not_understood_is_named(changes, error, says, monkeypatch):
+    def unreachable(repository: str, name: str) -> str:
+        raise OSError(f"no such repository: {repository}")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
     with pytest.raises(error, match=says):
         report(**changes)
