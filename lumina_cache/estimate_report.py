@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .actions import Action, Keep, parse_action
+from .actions import Action, Keep, Quantize, Reclaim, parse_action
 from .budget import format_bytes, parse_bytes
 from .errors import EstimateInputError, ModelShapeError
-from .kernels import device_named
+from .kernels import Device, device_named
 from .shape import ModelShape, shape_from_config, shape_from_model
 from .transient import Estimate, Wanted, estimate_run, longest_context
 
-__all__ = ["estimate_command", "parse_context", "shape_of"]
+__all__ = ["caution", "estimate_command", "parse_context", "shape_of"]
 
 _CONTEXT = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmM]?)$")
 _FACTORS = {"": 1, "k": 1024, "m": 1024 * 1024}
@@ -55,15 +56,68 @@ def estimate_command(
         for action in plans
         for context in wanted
     ]
-    limit = None if fits is None else parse_bytes(fits)
-    longest = [
-        (action, longest_context(shape, limit, Wanted(1, chunk=chunk, action=action), target))
-        for action in (plans if limit is not None else [])
-        if limit is not None
+    early = [
+        None
+        if one.wanted.action == Keep()
+        else estimate_run(shape, replace(one.wanted, when="every_chunk"), target)
+        for one in rows
     ]
+    limit = None if fits is None else parse_bytes(fits)
+    longest = [] if limit is None else [_longest(shape, limit, chunk, action, target) for action in plans]
     if as_json:
-        return json.dumps(_record(shape, rows, limit, longest))
-    return "\n".join(_text(shape, rows, limit, longest))
+        return json.dumps(_record(shape, rows, early, limit, longest))
+    return "\n".join(_text(shape, rows, early, limit, longest))
+
+
+@dataclass(frozen=True)
+class _Longest:
+    """The longest contexts (tokens) within an amount of memory that the cache has to itself, or shares with the weights."""
+
+    action: Action
+    alone: int
+    beside_weights: int | None  #: None where the weights' bytes are not known
+
+
+def _longest(shape: ModelShape, nbytes: int, chunk: int, action: Action, device: Device) -> _Longest:
+    wanted = Wanted(1, chunk=chunk, action=action)
+    beside = None
+    if shape.weights_nbytes is not None:
+        beside = longest_context(shape, nbytes - shape.weights_nbytes, wanted, device)
+    return _Longest(action, longest_context(shape, nbytes, wanted, device), beside)
+
+
+def caution(shape: ModelShape, action: Action) -> str | None:
+    """Why mlx-lm can probably not execute ``action`` on this model, as far as its shapes tell.
+
+    None if nothing speaks against it. Trying is surer: :mod:`lumina_cache.backend.probe`.
+    """
+    dims = [
+        pair
+        for held, pair in zip(shape.layers, shape.head_dims, strict=True)
+        if held.kind == "kv" and pair is not None
+    ]
+    if not dims and not isinstance(action, Keep | Reclaim):
+        return "no layer holds one row per token, so there is nothing to change"
+    for part in action.parts:
+        if not isinstance(part, Quantize):
+            continue
+        odd = sorted({dim for pair in dims for dim in pair if dim % part.group_size})
+        if odd:
+            return f"groups of {part.group_size} do not divide head dim {', '.join(map(str, odd))}"
+        if part.codec != "affine" or part.key_bits != part.value_bits or not shape.steps:
+            continue
+        # Every layer's attention is in a step whose logits are evaluated.
+        whole = next(step for step in reversed(shape.steps) if step.logits)
+        calls = [call for call, _ in whole.calls if call.window is None]
+        if any(call.sinks for call in calls):
+            return "attention sinks, which mlx-lm's packed attention refuses"
+        if not calls:
+            return "the model computes attention over all rows itself, without mlx-lm's packed attention"
+        if not {(call.key_dim, call.value_dim) for call in calls} <= set(dims):
+            return (
+                "the model attends to something computed from the cached rows (latent attention), not to them"
+            )
+    return None
 
 
 def shape_of(config: Path | None, model: str | None) -> ModelShape:
@@ -106,7 +160,11 @@ def parse_context(text: str) -> int:
 
 
 def _record(
-    shape: ModelShape, rows: Iterable[Estimate], limit: int | None, longest: Sequence[tuple[Action, int]]
+    shape: ModelShape,
+    rows: Sequence[Estimate],
+    early: Iterable[Estimate | None],
+    limit: int | None,
+    longest: Sequence[_Longest],
 ) -> dict[str, object]:
     return {
         "model_type": shape.model_type,
@@ -116,13 +174,25 @@ def _record(
         "weights_nbytes": shape.weights_nbytes,
         "max_position": shape.max_position,
         "estimates": [one.to_record() for one in rows],
+        "after_every_chunk": [one.to_record() for one in early if one is not None],
+        "cautions": _cautions(shape, rows),
         "fits": limit,
-        "longest_context": {str(action): tokens for action, tokens in longest},
+        "longest_context": {str(one.action): one.alone for one in longest},
+        "longest_context_beside_weights": {str(one.action): one.beside_weights for one in longest},
     }
 
 
+def _cautions(shape: ModelShape, rows: Iterable[Estimate]) -> dict[str, str]:
+    actions = dict.fromkeys(one.wanted.action for one in rows)
+    return {str(action): why for action in actions if (why := caution(shape, action)) is not None}
+
+
 def _text(
-    shape: ModelShape, rows: Sequence[Estimate], limit: int | None, longest: Sequence[tuple[Action, int]]
+    shape: ModelShape,
+    rows: Sequence[Estimate],
+    early: Sequence[Estimate | None],
+    limit: int | None,
+    longest: Sequence[_Longest],
 ) -> Iterable[str]:
     kinds: dict[str, int] = {}
     for layer in shape.layers:
@@ -134,18 +204,39 @@ def _text(
         yield f"what a step takes besides is not known, so peaks are too low: {shape.steps_unknown}"
     if rows:
         measured = "measured" if rows[0].measured_device else "not measured: from MLX's source"
-        yield f"device {rows[0].device} (attention's own memory: {measured}); weights not included"
+        weights = "" if shape.weights_nbytes is None else f" ({format_bytes(shape.weights_nbytes)})"
+        yield f"device {rows[0].device} (attention's own memory: {measured}); weights not included{weights}"
         yield ""
         width = max(len("action"), *(len(str(one.wanted.action)) for one in rows))
-        yield f"{'action':{width}}  {'context':>9}  {'resident':>9}  {'transient':>9}  {'peak':>9}  peak at"
-        for one in rows:
+        acts = any(one is not None for one in early)
+        head = f"{'action':{width}}  {'context':>9}  {'resident':>9}  {'transient':>9}  {'peak':>9}"
+        yield head + (f"  {'acting early':>12}" if acts else "") + "  peak at"
+        for one, other in zip(rows, early, strict=True):
+            soon = "–" if other is None else format_bytes(other.peak)
             yield (
                 f"{one.wanted.action!s:{width}}  {one.wanted.context:>9,}  {format_bytes(one.resident):>9}  "
-                f"{format_bytes(one.transient.together):>9}  {format_bytes(one.peak):>9}  {one.peak_at}"
+                f"{format_bytes(one.transient.together):>9}  {format_bytes(one.peak):>9}"
+                + (f"  {soon:>12}" if acts else "")
+                + f"  {one.peak_at}"
             )
+        if acts:
+            yield ""
+            yield "acting early: the peak when the action is carried out after every chunk, not once after the prompt"
+        for action, why in _cautions(shape, rows).items():
+            yield f"mlx-lm can probably not do {action} on this model: {why}"
     if limit is not None:
         yield ""
-        for action, tokens in longest:
-            beyond = shape.max_position is not None and tokens > shape.max_position
-            note = f"; the model is made for {shape.max_position:,}" if beyond else ""
-            yield f"longest context within {format_bytes(limit)} with {action}: {tokens:,} tokens{note}"
+        for found in longest:
+            yield (
+                f"longest context within {format_bytes(limit)} with {found.action}: {_tokens(found.alone, shape)}"
+                f"; beside the weights: {_tokens(found.beside_weights, shape)}"
+            )
+
+
+def _tokens(tokens: int | None, shape: ModelShape) -> str:
+    if tokens is None:
+        return "unknown, as the bytes of the weights are"
+    if tokens == 0:
+        return "none"
+    beyond = shape.max_position is not None and tokens > shape.max_position
+    return f"{tokens:,} tokens" + (f" (the model is made for {shape.max_position:,})" if beyond else "")

@@ -41,7 +41,7 @@ __all__ = ["ModelShape", "read_config", "shape_from_config", "shape_from_model"]
 STEPS = ((1, True), (16, False), (24, False), (16, True), (24, True))
 
 #: The same where a recurrence is followed token by token, which takes long.
-STEPS_BY_TOKEN = ((1, True), (8, False), (12, False))
+STEPS_BY_TOKEN = ((1, True), (8, False), (12, False), (8, True), (12, True))
 
 #: Rows held while steps are followed, where no window is larger. Odd, so as not to meet a number of the
 #: configuration by chance; equal remainders for every power of two up to their difference.

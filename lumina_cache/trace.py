@@ -420,7 +420,7 @@ _FRESH = frozenset(
 #: Operations that may wait before MLX goes into depth (its ``MLX_BFS_MAX_WIDTH``).
 _WIDTH = 20
 
-#: Operations for which MLX allocates while an earlier one still runs: it queues up to ten.
+#: Operations for which MLX is assumed to allocate while an earlier one still runs; it queues a bounded number.
 _AHEAD = 10
 
 #: Inputs of the stand-in for the first attention call: its own array, queries, keys, values, mask, sinks, and repeats
