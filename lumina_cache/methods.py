@@ -9,7 +9,6 @@ an action.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from .backend.capabilities import (
@@ -29,56 +28,18 @@ from .backend.capabilities import (
     RAGGED_HEADS,
     RAGGED_LAYERS,
     RESERVE,
-    ROW_GATHER,
     TRAINED_MODEL,
     TRAINED_SCORER,
     VALUES,
-    Capability,
     element_format,
 )
+from .codecs import CODECS
+from .method import Method
+from .method import evict_method as _evict
+from .method import quant_method as _quant
+from .scorers import SCORERS
 
 __all__ = ["METHODS", "Method", "methods_of"]
-
-AFFINE_BITS = (2, 3, 4, 5, 6, 8)
-AFFINE_GROUPS = (32, 64, 128)
-
-
-@dataclass(frozen=True)
-class Method:
-    """One way of carrying out a family of actions.
-
-    ``bounded_by`` names the quantity that limits it; ``undoable`` says whether the rows can be had back as they were.
-    ``bits`` and ``groups`` are what a codec accepts; empty for other families.
-    """
-
-    family: str
-    name: str
-    requires: frozenset[Capability]
-    source: str
-    formula: str
-    lossy: bool = True
-    undoable: bool = False
-    bounded_by: str = "rows"
-    bits: tuple[int, ...] = ()
-    groups: tuple[int, ...] = ()
-
-
-def _evict(name: str, source: str, formula: str, *needs: Capability) -> Method:
-    return Method("evict", name, frozenset({ROW_GATHER, *needs}), source, formula)
-
-
-def _quant(
-    name: str,
-    source: str,
-    formula: str,
-    *needs: Capability,
-    bits: tuple[int, ...] = AFFINE_BITS,
-    groups: tuple[int, ...] = AFFINE_GROUPS,
-) -> Method:
-    return Method(
-        "quant", name, frozenset(needs), source, formula, bounded_by="head_dim", bits=bits, groups=groups
-    )
-
 
 _FETCH = (KEYS, VALUES, DENSE_REENCODE)
 _HOOKED = (KEYS, VALUES, QUERIES, OWN_PACKED_ATTENTION)
@@ -102,7 +63,7 @@ def _catalogue() -> Iterator[Method]:
     )  # fmt: skip
 
     # -- reclaim: evict rows ------------------------------------------------------------------------------------
-    yield _evict("sinks_window", "StreamingLLM, arXiv:2309.17453", "first s rows and the newest k − s")
+    yield from (scorer.method for scorer in SCORERS.values())
     yield _evict("random", "the control: choice without knowledge", "a seeded permutation")
     yield _evict("key_norm", "Devoto et al., arXiv:2406.11430", "score = −‖k‖₂", KEYS)
     yield _evict("keydiff", "KeyDiff, arXiv:2504.15364", "score = −cos(k, mean of k/‖k‖)", KEYS)
@@ -171,11 +132,7 @@ def _catalogue() -> Iterator[Method]:
     )
 
     # -- compress: re-encode rows -------------------------------------------------------------------------------
-    # What "affine" needs depends on bits and group size: see Quantize.requires.
-    yield _quant(
-        "affine", "mlx.core.quantize; mlx_lm QuantizedKVCache", "code = round((x − min)/(max − min)·(2ᵇ − 1))"
-    )
-    yield _quant("affine_fetch", "mlx.core.quantize, decoded on fetch", "as affine", *_FETCH)
+    yield from (family.method for family in CODECS.values())
     yield _quant(
         "kivi", "KIVI, arXiv:2402.02750", "keys grouped along tokens, values along the head dim", *_FETCH
     )

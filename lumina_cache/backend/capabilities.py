@@ -28,6 +28,7 @@ __all__ = [
     "RAGGED_HEADS",
     "RAGGED_LAYERS",
     "RESERVE",
+    "ROW_CHOICE",
     "ROW_GATHER",
     "TRAINED_MODEL",
     "TRAINED_SCORER",
@@ -66,6 +67,8 @@ class Capability:
 KEYS = Capability("KEYS", rung=Rung.CACHE)
 VALUES = Capability("VALUES", rung=Rung.CACHE)
 ROW_GATHER = Capability("ROW_GATHER", rung=Rung.CACHE)
+#: Heads and layers may keep rows of different positions: no mask that several of them share is built from positions.
+ROW_CHOICE = Capability("ROW_CHOICE", rung=Rung.CACHE)
 #: Rows are stored in a codec of our own and decoded to dense arrays when they are fetched.
 DENSE_REENCODE = Capability("DENSE_REENCODE", rung=Rung.CACHE)
 #: Layers that share a mask may hold different numbers of rows.

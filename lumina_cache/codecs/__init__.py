@@ -1,14 +1,22 @@
-"""Codecs: how rows are stored. Adding one is a file here, a line in :data:`CODECS` and a row in the docs' table."""
+"""Codecs: how rows are stored. Adding one is a file here, a line in :data:`FAMILIES` and a row in the docs' table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from types import MappingProxyType
 
+from . import affine, affine_fetch
 from .affine import Affine
-from .base import Codec
+from .affine_fetch import AffineFetch
+from .base import Codec, CodecFamily, Sides
 from .dense import Dense
 
-__all__ = ["CODECS", "Affine", "Codec", "Dense"]
+__all__ = ["CODECS", "Affine", "AffineFetch", "Codec", "CodecFamily", "Dense", "Sides"]
 
-#: Codecs by the name they have in an action's text form; made from bits and group size.
-CODECS: dict[str, Callable[[int, int], Codec]] = {"affine": Affine}
+FAMILIES: tuple[CodecFamily, ...] = (
+    affine.FAMILY,
+    affine_fetch.FAMILY,
+)
+
+#: Codecs by the name they have in an action's text form.
+CODECS: Mapping[str, CodecFamily] = MappingProxyType({family.method.name: family for family in FAMILIES})

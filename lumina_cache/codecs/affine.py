@@ -12,9 +12,10 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from .base import Codec, Encoded
+from ..method import quant_method
+from .base import Codec, CodecFamily, Encoded, Sides
 
-__all__ = ["Affine"]
+__all__ = ["FAMILY", "Affine"]
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,40 @@ class Affine(Codec):
 
     packed: ClassVar[bool] = True
 
+    @property
+    def spans(self) -> tuple[int, ...]:
+        return (1, 1, 1)
+
+    @property
+    def code_bits(self) -> int:
+        return self.bits
+
     def encode(self, rows: mx.array) -> Encoded:
         return tuple(mx.quantize(rows, group_size=self.group_size, bits=self.bits))
 
-    def decode(self, encoded: Encoded) -> mx.array:
+    def decode(self, encoded: Encoded, dtype: mx.Dtype) -> mx.array:
         codes, scales, biases = encoded
-        return mx.dequantize(codes, scales, biases, group_size=self.group_size, bits=self.bits)
+        return mx.dequantize(codes, scales, biases, group_size=self.group_size, bits=self.bits).astype(dtype)
 
-    def row_nbytes(self, head_dim: int, itemsize: int) -> int:
-        return head_dim * self.bits // 8 + 2 * (head_dim // self.group_size) * itemsize
+    def row_nbytes(self, width: int, itemsize: int) -> int:
+        return width * self.bits // 8 + 2 * (width // self.group_size) * itemsize
+
+    def why_not(self, head_dim: int) -> str | None:
+        if head_dim % self.group_size == 0:
+            return None
+        return f"groups of {self.group_size} do not divide a head dim of {head_dim}"
+
+
+def _make(key_bits: int, value_bits: int, group_size: int) -> Sides:
+    return Sides(Affine(key_bits, group_size), Affine(value_bits, group_size))
+
+
+# What it needs depends on bits and group size: see Quantize.requires.
+FAMILY = CodecFamily(
+    quant_method(
+        "affine",
+        "mlx.core.quantize; mlx_lm QuantizedKVCache",
+        "code = round((x − min)/(max − min)·(2ᵇ − 1))",
+    ),
+    _make,
+)

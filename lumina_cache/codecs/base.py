@@ -1,29 +1,41 @@
-"""What a codec is: a way to store rows. One file per codec, one line in the registry (``codecs/__init__.py``)."""
+"""What a codec is: a way to store rows. One file per codec, one line in the registry (``codecs/__init__.py``).
+
+An encoded side (keys or values) is a tuple of arrays that share a *row axis*. Most codecs encode each row by itself;
+some encode ``block`` neighbouring rows together, and then the arrays hold a whole number of blocks: entry counts along
+the row axis are ``blocks × spans[i]``. Everything in this module works on blocks, so that codes are appended, cut,
+gathered and written to disk as codes, never decoded.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
+
+from ..method import Method
 
 __all__ = [
     "STEP",
     "Codec",
+    "CodecFamily",
     "Encoded",
+    "Sides",
     "append_rows",
+    "capacity_of",
     "cut_rows",
     "encoded_nbytes",
     "gather_rows",
     "grown_capacity",
+    "own_rows",
 ]
 
 #: Rows by which buffers grow, as in ``mlx_lm.models.cache.KVCache.step``.
 STEP = 256
 
-#: Encoded rows: one or more arrays of shape (B, H, T, ·) that share the row axis T.
+#: Encoded rows of keys or of values: arrays that share the row axis of their codec.
 Encoded = tuple[mx.array, ...]
 
 
@@ -32,19 +44,63 @@ class Codec(ABC):
     """How the rows of keys or values are stored. A value: two codecs with equal parameters are equal."""
 
     #: Whether mlx-lm's packed attention reads the encoded rows as they are (triples of codes, scales, biases).
-    packed: ClassVar[bool]
+    packed: ClassVar[bool] = False
+    #: The row axis of the encoded arrays.
+    axis: ClassVar[int] = 2
+
+    @property
+    def block(self) -> int:
+        """Rows that are encoded together."""
+        return 1
+
+    @property
+    def spans(self) -> tuple[int, ...]:
+        """Entries along the row axis that one block has, for each encoded array."""
+        return (1,)
+
+    @property
+    def code_bits(self) -> int | None:
+        """Bits per element of the codes, scales not counted; None for rows as they come."""
+        return None
 
     @abstractmethod
     def encode(self, rows: mx.array) -> Encoded:
-        """Encode dense rows (B, H, T, D) into arrays (B, H, T, ·)."""
+        """Encode dense rows (B, H, T, D), T a multiple of :attr:`block`."""
 
     @abstractmethod
-    def decode(self, encoded: Encoded) -> mx.array:
-        """The dense rows (B, H, T, D) that ``encoded`` stands for."""
+    def decode(self, encoded: Encoded, dtype: mx.Dtype) -> mx.array:
+        """The dense rows (B, H, T, D) of ``dtype`` that ``encoded`` stands for."""
 
     @abstractmethod
-    def row_nbytes(self, head_dim: int, itemsize: int) -> int:
-        """Exact bytes of one encoded row of one head; ``itemsize`` is that of the dense dtype, in bytes."""
+    def row_nbytes(self, width: int, itemsize: int) -> int:
+        """Exact bytes of one row of ``width`` elements (over all heads); ``itemsize`` is that of the dense dtype, in bytes.
+
+        Of a codec with blocks: the bytes of a block divided by its rows, which must divide.
+        """
+
+    def why_not(self, head_dim: int) -> str | None:
+        """Why rows of ``head_dim`` elements cannot be stored like this; None if they can."""
+        return None
+
+
+class Sides(NamedTuple):
+    """How keys and values are stored."""
+
+    keys: Codec
+    values: Codec
+
+
+@dataclass(frozen=True)
+class CodecFamily:
+    """A codec by the name it has in an action's text form.
+
+    ``make(key_bits, value_bits, group_size)`` gives the codecs of both sides. ``residual`` is how many of the newest
+    rows stay dense by default.
+    """
+
+    method: Method
+    make: Callable[[int, int, int], Sides]
+    residual: int = 0
 
 
 def grown_capacity(rows: int, capacity: int, n: int) -> int:
@@ -58,36 +114,67 @@ def grown_capacity(rows: int, capacity: int, n: int) -> int:
     return kept + -(-n // STEP) * STEP
 
 
-def append_rows(buffers: Encoded | None, rows: int, new: Encoded) -> Encoded:
+def capacity_of(buffers: Encoded, codec: Codec) -> int:
+    """Rows that the buffers have room for."""
+    return int(buffers[0].shape[codec.axis]) // codec.spans[0] * codec.block
+
+
+def append_rows(buffers: Encoded | None, rows: int, new: Encoded, codec: Codec) -> Encoded:
     """Write ``new`` behind the first ``rows`` rows of ``buffers``, growing by steps; returns the buffers to keep."""
-    n = new[0].shape[2]
-    capacity = 0 if buffers is None else buffers[0].shape[2]
+    n = capacity_of(new, codec)
+    capacity = 0 if buffers is None else capacity_of(buffers, codec)
     wanted = grown_capacity(rows, capacity, n)
+    kept = capacity if rows % STEP == 0 else rows
     if buffers is None:
-        buffers = tuple(mx.zeros((*a.shape[:2], wanted, a.shape[3]), a.dtype) for a in new)
+        buffers = tuple(_zeros(a, wanted, codec, i) for i, a in enumerate(new))
     elif wanted != capacity:
-        kept = capacity if rows % STEP == 0 else rows
+        held = buffers if kept == capacity else cut_rows(buffers, kept, codec)
         buffers = tuple(
-            mx.concatenate(
-                [a[..., :kept, :], mx.zeros((*a.shape[:2], wanted - kept, a.shape[3]), a.dtype)], 2
-            )
-            for a in buffers
+            mx.concatenate([a, _zeros(a, wanted - kept, codec, i)], codec.axis) for i, a in enumerate(held)
         )
-    for buffer, piece in zip(buffers, new, strict=True):
-        buffer[..., rows : rows + n, :] = piece
+    for i, (buffer, piece) in enumerate(zip(buffers, new, strict=True)):
+        start = rows // codec.block * codec.spans[i]
+        where = slice(start, start + piece.shape[codec.axis])
+        if codec.axis == 2:
+            buffer[:, :, where] = piece
+        else:
+            buffer[..., where] = piece
     return buffers
 
 
-def cut_rows(buffers: Encoded, rows: int) -> Encoded:
+def _zeros(like: mx.array, rows: int, codec: Codec, which: int) -> mx.array:
+    shape = list(like.shape)
+    shape[codec.axis] = rows // codec.block * codec.spans[which]
+    return mx.zeros(shape, like.dtype)
+
+
+def cut_rows(buffers: Encoded, rows: int, codec: Codec) -> Encoded:
     """The first ``rows`` rows, as views of the buffers."""
-    if rows == buffers[0].shape[2]:
+    if rows == capacity_of(buffers, codec):
         return buffers
-    return tuple(a[..., :rows, :] for a in buffers)
+    ends = [rows // codec.block * span for span in codec.spans]
+    if codec.axis == 2:
+        return tuple(a[:, :, :end] for a, end in zip(buffers, ends, strict=True))
+    return tuple(a[..., :end] for a, end in zip(buffers, ends, strict=True))
 
 
-def gather_rows(buffers: Encoded, index: mx.array) -> Encoded:
-    """Copies of the rows at ``index`` (T',) int32, the same for every head: codes stay codes, bit for bit."""
-    return tuple(mx.take(a, index, axis=2) for a in buffers)
+def gather_rows(buffers: Encoded, index: mx.array, codec: Codec) -> Encoded:
+    """Copies of the blocks at ``index`` (B, H, n) int32, chosen per head: codes stay codes, bit for bit."""
+    out = []
+    for a, span in zip(buffers, codec.spans, strict=True):
+        if span > 1:
+            entries = index[..., None] * span + mx.arange(span, dtype=index.dtype)
+            where = entries.reshape(*index.shape[:2], -1)
+        else:
+            where = index
+        where = where[..., None] if codec.axis == 2 else where[:, :, None]
+        out.append(mx.take_along_axis(a, where, axis=codec.axis))
+    return tuple(out)
+
+
+def own_rows(encoded: Encoded) -> Encoded:
+    """The same rows in buffers of their own: a view would keep the whole buffer that it looks into alive."""
+    return tuple(mx.contiguous(a) for a in encoded)
 
 
 def encoded_nbytes(buffers: Sequence[mx.array]) -> int:

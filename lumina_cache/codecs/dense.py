@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import mlx.core as mx
 
@@ -14,15 +13,13 @@ __all__ = ["Dense"]
 
 @dataclass(frozen=True)
 class Dense(Codec):
-    """No encoding: ``head_dim`` elements of the model's own dtype per row."""
-
-    packed: ClassVar[bool] = False
+    """No encoding: elements of the model's own dtype."""
 
     def encode(self, rows: mx.array) -> Encoded:
         return (rows,)
 
-    def decode(self, encoded: Encoded) -> mx.array:
-        return encoded[0]
+    def decode(self, encoded: Encoded, dtype: mx.Dtype) -> mx.array:
+        return encoded[0].astype(dtype)
 
-    def row_nbytes(self, head_dim: int, itemsize: int) -> int:
-        return head_dim * itemsize
+    def row_nbytes(self, width: int, itemsize: int) -> int:
+        return width * itemsize

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
-import numpy as np
+import mlx.core as mx
+
+from ..method import Method
 
 __all__ = ["Scorer"]
 
 
 @dataclass(frozen=True)
 class Scorer(ABC):
-    """Chooses which rows stay. A value without state: everything it looks at is passed in."""
+    """Ranks rows. A value without state: everything it looks at is passed in."""
+
+    method: ClassVar[Method]
+    #: Whether it looks at keys and values at all; if not, both may be None and nothing needs decoding.
+    reads_rows: ClassVar[bool] = True
 
     @abstractmethod
-    def keep(self, rows: int, kept: int, sinks: int) -> np.ndarray:
-        """Indices (kept,) int32, ascending, of the rows that stay out of ``rows``; the first ``sinks`` are among them."""
+    def scores(self, keys: mx.array | None, values: mx.array | None, positions: mx.array) -> mx.array:
+        """How much each row is worth keeping: float32 (B, H, T), higher is better. A pure function.
+
+        Args:
+            keys: (B, H, T, D), as they are cached (rotated by their positions).
+            values: (B, H, T, Dv).
+            positions: absolute positions (B, H, T) int32, ascending along T.
+        """
