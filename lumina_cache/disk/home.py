@@ -56,6 +56,7 @@ class Home:
 
     def remove(self) -> None:
         """Delete everything and let go of the lock; does nothing in a fork of the owner, and the second time."""
+        # The process is asked for too, as a fork by a C library does not run Python's hooks.
         if os.getpid() != self.pid or self.lock < 0:
             return
         _remove(self.directory)

@@ -223,7 +223,7 @@ class DiskStore:
         return self
 
     def __repr__(self) -> str:
-        return f"DiskStore({str(self.root)!r}, {self.nbytes} of at most {self.max_bytes} bytes)"
+        return f"DiskStore({str(self.root)!r}, max_bytes={self.max_bytes}, total_max_bytes={self.total_max_bytes})"
 
     def _put(self, arrays: Mapping[str, mx.array], layout: Layout) -> DiskBlock:
         home = self._require_home()
