@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from . import affine, affine_fetch
-from .affine import Affine
-from .affine_fetch import AffineFetch
+from .affine import Affine, AffineFetch
 from .base import Codec, CodecFamily, Sides
 from .dense import Dense
+from .layout import Layout
 
-__all__ = ["CODECS", "Affine", "AffineFetch", "Codec", "CodecFamily", "Dense", "Sides"]
+__all__ = ["CODECS", "Affine", "AffineFetch", "Codec", "CodecFamily", "Dense", "Layout", "Sides"]
 
 FAMILIES: tuple[CodecFamily, ...] = (
     affine.FAMILY,
