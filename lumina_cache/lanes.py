@@ -8,7 +8,7 @@ and its trims are mlx-lm's own. Only codecs that encode row by row, decoded on f
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -29,6 +29,9 @@ class Lanes:
     lanes: list[Any]
     #: (B·H, D) of keys and of values; None before the first row.
     shapes: tuple[tuple[int, int], tuple[int, int]] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Lanes:
+        return replace(self, lanes=copy.deepcopy(self.lanes, memo))
 
     @classmethod
     def holding(cls, layout: Layout, bare: Any, keys: mx.array | None, values: mx.array | None) -> Lanes:

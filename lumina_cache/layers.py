@@ -84,6 +84,9 @@ class Storage:
     disk: DiskRows | None = None
     shapes: Any = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Storage:
+        return self
+
     def __str__(self) -> str:
         rows = "" if self.positions is None else ", rows evicted"
         return f"a layer changed by lumina_cache ({self.layout}{rows}); save LuminaCache.to_mlx() instead"

@@ -6,7 +6,8 @@ nothing that stays is ever decoded and encoded again, except when it is re-encod
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -70,6 +71,10 @@ class RowStore:
     disk: DiskRows | None = None
     #: (B·H, D) of keys and of values; None before the first row.
     shapes: tuple[tuple[int, int], tuple[int, int]] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowStore:
+        arrays = ("keys", "values", "tail_keys", "tail_values")
+        return replace(self, **{name: copy.deepcopy(getattr(self, name), memo) for name in arrays})
 
     # -- what there is ----------------------------------------------------------------------------------------------
 
