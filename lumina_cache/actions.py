@@ -48,7 +48,9 @@ __all__ = [
     "Reclaim",
     "Reserve",
     "action_space",
+    "evicts",
     "parse_action",
+    "singles",
 ]
 
 #: Changes whenever :func:`action_space` returns another list for the same arguments.
@@ -398,6 +400,18 @@ class Plan(Action):
 
     def __str__(self) -> str:
         return ";".join(f"{_range_text(layers)}:{action}" for layers, action in self.assignments)
+
+
+def singles(action: Action) -> tuple[Action, ...]:
+    """Every single action in ``action``, those of a plan included."""
+    if isinstance(action, Plan):
+        return tuple(part for _, assigned in action.assignments for part in assigned.parts)
+    return action.parts
+
+
+def evicts(action: Action) -> bool:
+    """Whether rows are dropped by ``action``."""
+    return any(isinstance(part, Evict) for part in singles(action))
 
 
 def action_space(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from .actions import Action, Evict, Keep, Offload, Plan, Quantize, Reclaim, Reserve
+from .actions import Action, Evict, Keep, Offload, Plan, Quantize, Reclaim, Reserve, singles
 from .codecs import CODECS
 from .errors import ActionInfeasibleError, EngagementError
 from .estimate import Held, after_action, applies, nbytes_allocated, nbytes_live, rows_to_disk
@@ -161,10 +161,7 @@ def _in_order(targets: Sequence[RowLayer], action: Action) -> Iterator[tuple[Row
 
 def not_built(action: Action) -> str | None:
     """Why this version of the library cannot carry ``action`` out whatever the backend; None if it can."""
-    parts = (
-        action.parts if not isinstance(action, Plan) else [p for _, a in action.assignments for p in a.parts]
-    )
-    for part in parts:
+    for part in singles(action):
         match part:
             case Keep() | Reclaim() | Reserve():
                 continue

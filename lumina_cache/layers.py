@@ -184,6 +184,10 @@ class ManagedLayer:
     def _trim_rows(self, n: int) -> None:
         self.offset -= n
 
+    def let_go(self) -> None:
+        """Drop every array, for a state that is kept elsewhere; what is not an array stays."""
+        raise NotImplementedError
+
     def _touch(self) -> None:
         if self._steps is not None:
             self._steps.on_touch()
@@ -240,6 +244,9 @@ class RowLayer(ManagedLayer):
         if self._steps is not None:
             self._steps.on_read()
         return self._fetch()
+
+    def let_go(self) -> None:
+        self.keys = self.values = None
 
     def _append(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         return super().update_and_fetch(keys, values)  # type: ignore[misc, no-any-return]
@@ -528,6 +535,9 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
             else:
                 self.__dict__.pop(field, None)
 
+    def let_go(self) -> None:
+        self._take(None)
+
     def _trim_rows(self, n: int) -> None:
         if self.store is not None:
             self.store.trim(n)
@@ -693,6 +703,10 @@ class _LaneLayer(RowLayer):
 
     def _storage(self, lanes: Lanes) -> Storage:
         return Storage(lanes.layout, lanes.dtype, self.history, shapes=lanes.shapes)
+
+    def let_go(self) -> None:
+        self.lanes = None
+        self.keys = self.values = None
 
     def _bare(self) -> Any:
         """A plain mlx-lm object at the same point, without rows."""
@@ -885,6 +899,9 @@ class ArraysCache(ManagedLayer, stock.ArraysCache):  # type: ignore[misc]
 
     kind = "not_kv"
     offset: Any = 0
+    cache: Any
+    left_padding: Any
+    lengths: Any
 
     @property
     def nbytes_allocated(self) -> int:
@@ -893,6 +910,9 @@ class ArraysCache(ManagedLayer, stock.ArraysCache):  # type: ignore[misc]
     @property
     def nbytes_live(self) -> int:
         return self.nbytes_allocated
+
+    def let_go(self) -> None:
+        self.cache = [None] * len(self.cache)
 
     def make_mask(self, N: int) -> Any:
         if self._steps is not None:

@@ -154,7 +154,6 @@ class RowStore:
     def encoded(self) -> tuple[Encoded, Encoded]:
         """All sealed rows as they are stored, those on disk included."""
         if self.disk is None:
-            assert self.keys is not None and self.values is not None, "no rows yet"
             return self._sealed_now()
         keys, values = self.disk.load()
         if self.sealed:

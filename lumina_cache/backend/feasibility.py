@@ -54,12 +54,14 @@ def classify(
     *,
     available: int | None = None,
     rows_must_stay: bool = False,
+    pinned: int = 0,
 ) -> tuple[Verdict, ...]:
     """Judge every action.
 
     Args:
         layers: what is held now, per leaf.
         available: bytes that may still be allocated while an action is carried out; None when that is not known.
+        pinned: rows that the caller protects from eviction.
         rows_must_stay: whether the caller will take tokens back (speculative decoding), so that no row may go.
     """
     changeable = [one for one in layers if one.changeable]
@@ -73,6 +75,7 @@ def classify(
         largest=_largest([*changeable, *lanes]),
         available=available,
         rows_must_stay=rows_must_stay,
+        pinned=pinned,
         missing={},
     )
     return tuple(Verdict(action, _reasons(action, facts)) for action in actions)
@@ -90,6 +93,7 @@ class _Facts:
     largest: tuple[Held, ...]
     available: int | None
     rows_must_stay: bool
+    pinned: int
     missing: dict[frozenset[Capability], tuple[Reason, ...]]  #: filled as sets of requirements come up
 
 
@@ -138,7 +142,7 @@ def _reasons(action: Action, facts: _Facts) -> tuple[Reason, ...]:
     rows, coarsest = facts.rows, facts.coarsest  # as the parts so far leave them
     for part in action.parts:
         if isinstance(part, Evict):
-            found += _against_eviction(part, rows, facts.rows_must_stay)
+            found += _against_eviction(part, rows, facts)
             rows = part.rows_kept(rows)
         elif isinstance(part, Quantize):
             found += _against_codec(part, coarsest, facts)
@@ -170,6 +174,12 @@ def _against_codec(action: Quantize, coarsest: tuple[int, int], facts: _Facts) -
     layout = action.layout
     if layout is None:
         return
+    if facts.rows_must_stay and layout.unit > 1:
+        yield Reason(
+            "rows_must_stay",
+            f"tokens may be taken back (speculative decoding), and rows that were encoded {layout.unit} at a time "
+            "would come back with an error",
+        )
     for kind, key_dim, value_dim in facts.dims:
         if kind in LANE_KINDS and (layout.unit > 1 or layout.packed):
             continue  # such layers are left as they are
@@ -183,10 +193,10 @@ _NOTHING = Reason("nothing_to_change", "no layer holds rows that an action could
 _MUST_STAY = Reason("rows_must_stay", "tokens may be taken back (speculative decoding), so rows must stay")
 
 
-def _against_eviction(action: Evict, rows: int, rows_must_stay: bool) -> Iterable[Reason]:
-    if rows_must_stay:
+def _against_eviction(action: Evict, rows: int, facts: _Facts) -> Iterable[Reason]:
+    if facts.rows_must_stay:
         yield _MUST_STAY
-    kept, guarded = action.rows_kept(rows), action.sinks + action.recent
+    kept, guarded = action.rows_kept(rows), action.sinks + facts.pinned + action.recent
     if kept >= rows:
         text = f"{kept} rows asked, {rows} held: nothing to evict"
         yield Reason("too_few_rows", text, kept, rows)
