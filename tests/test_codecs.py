@@ -17,7 +17,6 @@ from lumina_cache.codecs.formats import MXFP4, MXFP8, NVFP4
 from lumina_cache.errors import ActionInfeasibleError
 from lumina_cache.method import AFFINE_BITS, AFFINE_GROUPS
 from lumina_cache.methods import METHODS
-
 from tests.codec_reference import (
     E2M1,
     E4M3,

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable
 
 import mlx.core as mx
+import numpy as np
 
 from ..method import AFFINE_BITS
 from .affine import Affine
@@ -25,8 +26,9 @@ LIMIT = 0.1
 def noise_to_signal(rows: mx.array, codec: Affine) -> float:
     """Predicted noise over signal of storing ``rows`` (B, H, T, D), keys or values of one layer, with ``codec``.
 
-    0 where nothing would be rounded; infinite where rounding meets rows that do not vary along T at all. Reads the
-    result back from the device, so it belongs where rows are re-encoded, not in a step.
+    0 where nothing would be rounded; infinite where rounding meets rows that do not vary along T at all. Above about ½
+    it says "lost" rather than by how much: an error cannot exceed the rows' own spread by the whole of the prediction.
+    Reads its result back from the device, so it belongs where rows are re-encoded, not in a step.
     """
     return _range_to_signal(rows, codec) / _levels_factor(codec.bits)
 
@@ -46,15 +48,15 @@ def guarded_bits(
 
 
 def _levels_factor(bits: int) -> float:
-    return 12.0 * (2**bits - 1) ** 2
+    return 12.0 * float(2**bits - 1) ** 2
 
 
 def _range_to_signal(rows: mx.array, codec: Affine) -> float:
     """Mean squared range of the groups over the mean variance of the channels along T."""
     groups = mx.unflatten(codec.to_grouped(rows.astype(mx.float32)), -1, (-1, codec.group_size))
     ranges = groups.max(axis=-1) - groups.min(axis=-1)
-    signal = mx.var(rows.astype(mx.float32), axis=2).mean().item()
-    squared = mx.square(ranges).mean().item()
+    signal = float(np.array(mx.var(rows.astype(mx.float32), axis=2).mean()))
+    squared = float(np.array(mx.square(ranges).mean()))
     if squared == 0.0:
         return 0.0
     return math.inf if signal == 0.0 else squared / signal
