@@ -22,7 +22,7 @@ from .backend.feasibility import Reason, classify
 from .backend.interface import mlx_lm_version, mlx_version
 from .backend.probe import ModelProbe, probe_packed, remembered_probe
 from .budget import format_bytes
-from .codecs import Affine
+from .codecs import Affine, Layout
 from .errors import ActionInfeasibleError, BudgetError, LuminaError, LuminaWarning
 from .estimate import (
     Held,
@@ -159,7 +159,7 @@ class Controller:
             done = _CallerConversion(action, Footprint.of(self._objects(steps)), self._unmerged(steps), [])
             self._callers[steps] = done
         start = time.perf_counter()
-        layer.reencode(codec)
+        layer.reencode(Layout.both(codec))
         done.layers.append(layer.name)
         done.seconds += time.perf_counter() - start
 

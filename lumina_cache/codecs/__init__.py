@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from . import affine, affine_fetch, formats, hadamard, kivi
-from .affine import Affine
-from .affine_fetch import AffineFetch
+from .affine import Affine, AffineFetch
 from .base import Codec, CodecFamily, Sides
 from .dense import Dense
 from .formats import ElementFormat
 from .hadamard import Hadamard
 from .kivi import KiviKeys
+from .layout import Layout
 
 __all__ = [
     "CODECS",
@@ -24,6 +24,7 @@ __all__ = [
     "ElementFormat",
     "Hadamard",
     "KiviKeys",
+    "Layout",
     "Sides",
 ]
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 from ..method import quant_method
 from .base import Codec, CodecFamily, Encoded, Sides
 
-__all__ = ["FAMILY", "Affine"]
+__all__ = ["FAMILY", "Affine", "AffineFetch"]
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,17 @@ class Affine(Codec):
         return f"groups of {self.group_size} do not divide a head dim of {head_dim}"
 
 
+@dataclass(frozen=True)
+class AffineFetch(Affine):
+    """The same codes, decoded when the rows are fetched: dense arrays are what the attention gets."""
+
+    packed: ClassVar[bool] = False
+
+
 def _make(key_bits: int, value_bits: int, group_size: int) -> Sides:
-    return Sides(Affine(key_bits, group_size), Affine(value_bits, group_size))
+    # mlx-lm's packed attention reads one pair of (bits, group size) for keys and values alike.
+    codec = Affine if key_bits == value_bits else AffineFetch
+    return Sides(codec(key_bits, group_size), codec(value_bits, group_size))
 
 
 # What it needs depends on bits and group size: see Quantize.requires.

@@ -16,7 +16,7 @@ import mlx.core as mx
 from ..backend.capabilities import DENSE_REENCODE
 from ..errors import ActionInfeasibleError
 from ..method import quant_method
-from .affine_fetch import AffineFetch
+from .affine import AffineFetch
 from .base import CodecFamily, Encoded, Sides
 
 __all__ = ["FAMILY", "Hadamard", "why_not_rotated"]

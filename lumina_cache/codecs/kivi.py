@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from ..backend.capabilities import DENSE_REENCODE
 from ..method import quant_method
-from .affine_fetch import AffineFetch
+from .affine import AffineFetch
 from .base import CodecFamily, Sides
 
 __all__ = ["FAMILY", "RESIDUAL", "KiviKeys"]

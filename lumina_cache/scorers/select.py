@@ -7,7 +7,9 @@ import mlx.core as mx
 __all__ = ["protected_rows", "select"]
 
 
-def protected_rows(positions: mx.array, sinks: int, recent: int, pinned: tuple[tuple[int, int], ...]) -> mx.array:
+def protected_rows(
+    positions: mx.array, sinks: int, recent: int, pinned: tuple[tuple[int, int], ...]
+) -> mx.array:
     """Rows that must stay: bool (B, H, T).
 
     Args:
