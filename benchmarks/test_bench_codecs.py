@@ -17,7 +17,10 @@ ROUNDS = 9
 MOST_PASSES = 150.0
 
 KEYS: list[tuple[str, Codec]] = [
-    (f"{name} {bits}", family.make(bits, bits, 64 if 64 in family.method.groups else family.method.groups[0]).keys)
+    (
+        f"{name} {bits}",
+        family.make(bits, bits, 64 if 64 in family.method.groups else family.method.groups[0]).keys,
+    )
     for name, family in CODECS.items()
     if name != "affine"  # the same arrays as affine_fetch
     for bits in family.method.bits
@@ -46,7 +49,9 @@ def test_encoding_and_decoding_beside_a_dense_copy(benchmark, shape):
         for label, codec in KEYS:
             dense = _seconds(lambda: rows + 0)
             there = _seconds(lambda codec=codec: codec.encode(rows))
-            back = _seconds(lambda codec=codec, label=label: mx.contiguous(codec.decode(encoded[label], rows.dtype)))
+            back = _seconds(
+                lambda codec=codec, label=label: mx.contiguous(codec.decode(encoded[label], rows.dtype))
+            )
             if turn:  # the first is for warming up
                 encode[label].append(there / dense)
                 decode[label].append(back / dense)
