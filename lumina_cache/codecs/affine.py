@@ -35,12 +35,22 @@ class Affine(Codec):
     def code_bits(self) -> int:
         return self.bits
 
+    def to_grouped(self, rows: mx.array) -> mx.array:
+        """What is quantised of ``rows`` (B, H, T, D): an array whose last axis is cut into groups."""
+        return rows
+
+    def from_grouped(self, grouped: mx.array) -> mx.array:
+        """The inverse of :meth:`to_grouped`."""
+        return grouped
+
     def encode(self, rows: mx.array) -> Encoded:
-        return tuple(mx.quantize(rows, group_size=self.group_size, bits=self.bits))
+        codes, scales, biases = mx.quantize(self.to_grouped(rows), group_size=self.group_size, bits=self.bits)
+        return codes, scales.astype(rows.dtype), biases.astype(rows.dtype)
 
     def decode(self, encoded: Encoded, dtype: mx.Dtype) -> mx.array:
         codes, scales, biases = encoded
-        return mx.dequantize(codes, scales, biases, group_size=self.group_size, bits=self.bits).astype(dtype)
+        grouped = mx.dequantize(codes, scales, biases, group_size=self.group_size, bits=self.bits)
+        return self.from_grouped(grouped.astype(dtype))
 
     def row_nbytes(self, width: int, itemsize: int) -> int:
         return width * self.bits // 8 + 2 * (width // self.group_size) * itemsize
