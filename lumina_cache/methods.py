@@ -63,13 +63,6 @@ def _catalogue() -> Iterator[Method]:
 
     # -- reclaim: evict rows ------------------------------------------------------------------------------------
     yield from (scorer.method for scorer in SCORERS.values())
-    yield _evict("random", "the control: choice without knowledge", "a seeded permutation")
-    yield _evict("key_norm", "Devoto et al., arXiv:2406.11430", "score = −‖k‖₂", KEYS)
-    yield _evict("keydiff", "KeyDiff, arXiv:2504.15364", "score = −cos(k, mean of k/‖k‖)", KEYS)
-    yield _evict(
-        "lagkv", "LagKV, arXiv:2504.04704", "spread of k and v relative to the next block", KEYS, VALUES
-    )
-    yield _evict("leverage", "CurDKV, arXiv:2509.15038", "leverage scores of k and v", KEYS, VALUES)
     yield _evict(
         "q_filters",
         "Q-Filters, arXiv:2503.02812",
