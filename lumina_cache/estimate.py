@@ -90,15 +90,14 @@ class Held:
         return self.value_width // self.heads
 
 
-#: Kinds of layers in mlx-lm's own order of rows; they can be encoded row by row, decoded on fetch, and nothing else.
+#: Kinds of layers in mlx-lm's own order of rows; they can be encoded row by row, without a dense tail, and nothing else.
 LANE_KINDS = ("rotating", "chunked")
 
 
 def applies(held: Held, part: Action) -> bool:
     """Whether a single action changes the storage of a layer like this."""
     if isinstance(part, Quantize) and held.kind in LANE_KINDS and held.rows > 0:
-        layout = part.layout
-        return layout is not None and layout.unit == 1 and not layout.packed
+        return part.layout is not None and part.layout.row_by_row
     return held.changeable and not isinstance(part, Keep)
 
 
@@ -172,6 +171,9 @@ def _appended(held: Held, n: int) -> Held:
     if held.kind == "chunked" and held.rows > held.max_size > 0:
         # The model drops the front before each step, by a slice without slack.
         held = replace(held, rows=held.max_size, capacity=held.max_size)
+    if held.kind == "chunked":
+        capacity = grown_capacity(held.rows, held.capacity, n)
+        return replace(held, rows=held.rows + n, capacity=capacity, offset=offset)
     if held.kind != "rotating":
         tail = held.tail + n
         sealed = held.layout.sealable(tail)

@@ -390,9 +390,8 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         if self.store.disk is not None:
             # The rows of the layers before this one are let go before those of this one are read.
             mx.eval(keys, values)
-        self.store.append(keys, values)
         self.offset += keys.shape[2]
-        return self.store.fetch()
+        return self.store.append(keys, values)
 
     def _fetch(self) -> tuple[Any, Any]:
         return super()._fetch() if self.store is None else self.store.fetch()

@@ -105,23 +105,29 @@ class RowStore:
 
     # -- what a step does -------------------------------------------------------------------------------------------
 
-    def append(self, keys: mx.array, values: mx.array) -> None:
-        """Add rows (B, H, N, D); whole units of the tail are sealed."""
+    def append(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Add rows (B, H, N, D) and return what the attention gets: packed triples, or dense arrays (B, H, T, D).
+
+        The rows of one step see each other as they came; whole units of the tail are sealed behind it, as in KIVI
+        (arXiv:2402.02750). Packed rows are sealed at once, because mlx-lm's attention takes no dense ones beside them.
+        """
         self.dtype, self.shapes = keys.dtype, shapes_of(keys, values)
         if self.layout.unit == 1:
             self._seal(keys, values)
-            return
+            return self.fetch()
         old, new = self.tail, self.tail + keys.shape[2]
         if self.tail_keys is not None and self.tail_values is not None:
             if new < self.layout.tail_capacity:
                 self.tail_keys[:, :, old:new] = keys
                 self.tail_values[:, :, old:new] = values
                 self.tail = new
-                return
+                return self.dense()
             if old:
                 keys = mx.concatenate([self.tail_keys[:, :, :old], keys], 2)
                 values = mx.concatenate([self.tail_values[:, :, :old], values], 2)
+        seen = self._behind_sealed(keys, values)
         self._take_in(keys, values)
+        return seen
 
     def _take_in(self, keys: mx.array, values: mx.array) -> None:
         """Seal what is to be sealed; the rest becomes the tail."""
@@ -172,26 +178,23 @@ class RowStore:
 
     def dense(self) -> tuple[mx.array, mx.array]:
         """All rows decoded: (B, H, T, D) each."""
-        assert self.dtype is not None, "no rows yet"
-        key_parts: list[mx.array] = []
-        value_parts: list[mx.array] = []
-        if self.on_disk + self.sealed:
-            keys, values = self.encoded()
-            key_parts.append(self.layout.keys.decode(keys, self.dtype))
-            value_parts.append(self.layout.values.decode(values, self.dtype))
-        if self.tail_keys is not None and self.tail_values is not None and (self.tail or not key_parts):
-            key_parts.append(self.tail_keys[:, :, : self.tail])
-            value_parts.append(self.tail_values[:, :, : self.tail])
-        elif not key_parts:
-            assert self.keys is not None
-            assert self.values is not None
-            return (
-                self.layout.keys.decode(cut_rows(self.keys, 0, self.layout.keys), self.dtype),
-                self.layout.values.decode(cut_rows(self.values, 0, self.layout.values), self.dtype),
-            )
-        if len(key_parts) == 1:
-            return key_parts[0], value_parts[0]
-        return mx.concatenate(key_parts, 2), mx.concatenate(value_parts, 2)
+        if self.tail_keys is None or self.tail_values is None:
+            return self._decoded()
+        return self._behind_sealed(self.tail_keys[:, :, : self.tail], self.tail_values[:, :, : self.tail])
+
+    def _behind_sealed(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """The sealed rows decoded, and these behind them."""
+        if self.on_disk + self.sealed == 0:
+            return keys, values
+        sealed_keys, sealed_values = self._decoded()
+        if keys.shape[2] == 0:
+            return sealed_keys, sealed_values
+        return mx.concatenate([sealed_keys, keys], 2), mx.concatenate([sealed_values, values], 2)
+
+    def _decoded(self) -> tuple[mx.array, mx.array]:
+        assert self.dtype is not None
+        keys, values = self.encoded()
+        return self.layout.keys.decode(keys, self.dtype), self.layout.values.decode(values, self.dtype)
 
     # -- what actions do --------------------------------------------------------------------------------------------
 
@@ -241,8 +244,10 @@ class RowStore:
         share = self.on_disk / max(1, self.on_disk + self.sealed)
         if self.on_disk + self.sealed:
             keys, values = self.encoded()
-            self.keys = gather_rows(keys, blocks, layout.keys) if blocks.shape[2] else None
-            self.values = gather_rows(values, blocks, layout.values) if blocks.shape[2] else None
+            self.keys = gather_rows(keys, blocks, layout.keys, layout.block) if blocks.shape[2] else None
+            self.values = (
+                gather_rows(values, blocks, layout.values, layout.block) if blocks.shape[2] else None
+            )
             mx.eval(self.keys, self.values)
             self.disk = None
             self.sealed = blocks.shape[2] * layout.block

@@ -181,7 +181,7 @@ def _against_codec(action: Quantize, coarsest: tuple[int, int], facts: _Facts) -
             "would come back with an error",
         )
     for kind, key_dim, value_dim in facts.dims:
-        if kind in LANE_KINDS and (layout.unit > 1 or layout.packed):
+        if kind in LANE_KINDS and not layout.row_by_row:
             continue  # such layers are left as they are
         misfit = layout.why_not(key_dim, value_dim)
         if misfit is not None:

@@ -170,10 +170,14 @@ def join_rows(pieces: Sequence[Encoded], codec: Codec) -> Encoded:
     return tuple(mx.concatenate(list(one), codec.axis) for one in zip(*pieces, strict=True))
 
 
-def gather_rows(buffers: Encoded, index: mx.array, codec: Codec) -> Encoded:
-    """Copies of the blocks at ``index`` (B, H, n) int32, chosen per head: codes stay codes, bit for bit."""
+def gather_rows(buffers: Encoded, index: mx.array, codec: Codec, block: int | None = None) -> Encoded:
+    """Copies of the blocks at ``index`` (B, H, n) int32, chosen per head: codes stay codes, bit for bit.
+
+    ``block`` is the number of rows that one index stands for, a multiple of the codec's own (by default that).
+    """
     out = []
-    for a, span in zip(buffers, codec.spans, strict=True):
+    for a, entries_per_block in zip(buffers, codec.spans, strict=True):
+        span = entries_per_block * (1 if block is None else block // codec.block)
         if span > 1:
             entries = index[..., None] * span + mx.arange(span, dtype=index.dtype)
             where = entries.reshape(*index.shape[:2], -1)

@@ -1,7 +1,8 @@
 """How one layer's rows are stored: the codecs of keys and values, and how many of the newest rows stay dense.
 
-Rows are *sealed* (encoded) in units from the front; what is left over behind them is the dense *tail*. Without a
-residual window and with codecs that encode row by row, the unit is one row and there is no tail.
+Rows are *sealed* (encoded) in units from the front; what is left over behind them is the dense *tail*. The newest rows
+draw much of the attention, so new ones are worth keeping dense for a while even without a residual window. Only packed
+rows, which mlx-lm's attention takes no dense ones beside, and rows that are not encoded at all have no tail.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from .dense import Dense
 
 __all__ = ["SEAL", "Layout"]
 
-#: Rows that are sealed at once where some stay dense: sealing one row per token would move the whole tail each time.
+#: Fewest rows that are sealed at once where there is a tail: sealing one row per token would move it each time.
 SEAL = 32
 
 
@@ -39,7 +40,8 @@ class Layout:
     @cached_property
     def unit(self) -> int:
         """Rows are sealed in multiples of this."""
-        return 1 if self.block == 1 and self.residual == 0 else max(self.block, SEAL)
+        by_itself = all(side.packed or side.code_bits is None for side in (self.keys, self.values))
+        return 1 if by_itself and self.block == 1 and self.residual == 0 else max(self.block, SEAL)
 
     @cached_property
     def tail_capacity(self) -> int:
@@ -60,6 +62,11 @@ class Layout:
     def bits(self) -> int | None:
         """Fewest bits per element of either side; None where nothing is encoded."""
         return min((b for b in (self.keys.code_bits, self.values.code_bits) if b is not None), default=None)
+
+    @cached_property
+    def row_by_row(self) -> bool:
+        """Whether rows may be stored one by one in another order than their positions', and decoded on fetch."""
+        return self.block == 1 and not self.packed
 
     def sealable(self, tail: int) -> int:
         """How many of ``tail`` dense rows are to be sealed."""
