@@ -21,6 +21,7 @@ __all__ = [
     "MixedExecutionStateError",
     "ModelShapeError",
     "ModelUnavailableError",
+    "ProfileFormatError",
     "TableFormatError",
     "UnsupportedCacheError",
 ]
@@ -96,6 +97,10 @@ class ModelShapeError(LuminaError, ValueError):
 
 class ModelUnavailableError(LuminaError):
     """A model, or the package that ships it, is not there."""
+
+
+class ProfileFormatError(LuminaError, ValueError):
+    """A file of calibrated figures that cannot be read."""
 
 
 class TableFormatError(LuminaError, ValueError):

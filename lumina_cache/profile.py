@@ -1,0 +1,193 @@
+"""What actions cost on one model and machine, as measured: quality, time, and which layers mind most.
+
+A profile is a value with provenance, read from a JSON file. ``lumina-cache calibrate`` writes one per model, device and
+versions. Without one, the figures shipped with the library are used; they were measured on another model, so whatever is
+computed from them says *borrowed*. Figures of two profiles are never mixed.
+
+Quality is the mean KL divergence to the full cache, teacher-forced (nats per token), and its 95th percentile. Two
+assumptions carry a figure from where it was measured to where it is used, and ``calibrate`` reports how far off they are:
+
+- damages of a codec and of an eviction add up;
+- the damage of a codec is the mean of the layers' own damages, weighted by their sensitivity, so that a plan with
+  another codec in every layer costs ``Σ wₗ·KL(codecₗ)/L`` with ``Σ wₗ = L``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from .actions import Quantize, parse_action
+from .errors import ProfileFormatError
+
+__all__ = ["SCHEMA", "CodecFigure", "EvictionFigure", "Figure", "Profile", "default_profile", "read_profile"]
+
+#: Version of the file format.
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What holding the cache like this costs. ``time`` is a decode step's time over that of the dense, full cache."""
+
+    kl: float
+    p95: float
+    time: float | None = None
+
+    def to_record(self) -> dict[str, float | None]:
+        return {"kl": self.kl, "p95": self.p95, "time": self.time}
+
+
+@dataclass(frozen=True)
+class CodecFigure:
+    """A codec with all rows held. ``times`` are (rows, decode-step ratio) pairs, ascending."""
+
+    action: Quantize
+    kl: float
+    p95: float
+    times: tuple[tuple[int, float], ...] = ()
+
+    def time_at(self, rows: int) -> float | None:
+        """Decode-step ratio at ``rows`` rows, interpolated; that of the nearest measurement outside of them."""
+        return interpolate(self.times, rows) if self.times else None
+
+
+@dataclass(frozen=True)
+class EvictionFigure:
+    """A scorer: (share of the rows kept, KL, p95) triples, ascending by share; with ``recent`` newest rows protected."""
+
+    scorer: str
+    recent: int
+    points: tuple[tuple[float, float, float], ...]
+
+    def at(self, share: float) -> tuple[float, float]:
+        """(KL, p95) at a share of rows kept: linear between measurements and to (1, 0), continued below the smallest."""
+        kls = (*((s, kl) for s, kl, _ in self.points), (1.0, 0.0))
+        tails = (*((s, p95) for s, _, p95 in self.points), (1.0, 0.0))
+        return max(0.0, interpolate(kls, share, beyond=True)), max(
+            0.0, interpolate(tails, share, beyond=True)
+        )
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Everything that was measured, with where and when."""
+
+    name: str
+    borrowed: bool  #: measured on another model than the one it is used for
+    codecs: tuple[CodecFigure, ...]
+    evictors: tuple[EvictionFigure, ...]
+    sensitivity: tuple[float, ...] = ()  #: of each layer to being encoded, mean 1; empty: all alike
+    seconds_per_byte: Mapping[str, float] = field(
+        default_factory=dict
+    )  #: of an action's own work: evict, quant, offload
+    step_seconds: float | None = None  #: of one dense decode step at 1,024 rows
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def codec(self, action: Quantize) -> CodecFigure | None:
+        """The figure of exactly this codec, bits, group and residual window."""
+        return next((one for one in self.codecs if one.action == action), None)
+
+    def evictor(self, scorer: str) -> EvictionFigure | None:
+        return next((one for one in self.evictors if one.scorer == scorer), None)
+
+    def weight(self, layer: int, layers: int) -> float:
+        """Sensitivity of one of ``layers`` layers; that of the layer at the same depth if the model has another number."""
+        if not self.sensitivity or not 0 <= layer < layers:
+            return 1.0
+        return self.sensitivity[layer * len(self.sensitivity) // layers]
+
+    def to_record(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "name": self.name,
+            "codecs": [
+                {"action": str(c.action), "kl": c.kl, "p95": c.p95, "times": [list(t) for t in c.times]}
+                for c in self.codecs
+            ],
+            "evictors": [
+                {"scorer": e.scorer, "recent": e.recent, "points": [list(p) for p in e.points]}
+                for e in self.evictors
+            ],
+            "sensitivity": list(self.sensitivity),
+            "seconds_per_byte": dict(self.seconds_per_byte),
+            "step_seconds": self.step_seconds,
+            "provenance": dict(self.provenance),
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], *, borrowed: bool) -> Profile:
+        """
+        Raises:
+            ProfileFormatError: naming what is missing or cannot be read.
+        """
+        if record.get("schema") != SCHEMA:
+            raise ProfileFormatError(
+                f"a profile of schema {record.get('schema')!r}, expected {SCHEMA}; run lumina-cache calibrate again"
+            )
+        try:
+            return cls(
+                name=str(record["name"]),
+                borrowed=borrowed,
+                codecs=tuple(_codec(c) for c in record["codecs"]),
+                evictors=tuple(
+                    EvictionFigure(
+                        e["scorer"], int(e["recent"]), tuple(sorted((s, k, p) for s, k, p in e["points"]))
+                    )
+                    for e in record["evictors"]
+                ),
+                sensitivity=tuple(float(w) for w in record["sensitivity"]),
+                seconds_per_byte=dict(record["seconds_per_byte"]),
+                step_seconds=record["step_seconds"],
+                provenance=dict(record["provenance"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProfileFormatError(
+                f"a profile that cannot be read ({type(error).__name__}: {error}); run lumina-cache calibrate again"
+            ) from error
+
+
+def _codec(record: Mapping[str, Any]) -> CodecFigure:
+    action = parse_action(record["action"])
+    if not isinstance(action, Quantize):
+        raise ValueError(f"{action} is not a codec")
+    times = tuple(sorted((int(rows), float(ratio)) for rows, ratio in record["times"]))
+    return CodecFigure(action, float(record["kl"]), float(record["p95"]), times)
+
+
+def interpolate(points: Iterable[tuple[float, float]], x: float, *, beyond: bool = False) -> float:
+    """Piecewise linear through ``points`` (ascending); outside of them constant, or with ``beyond`` the last slope."""
+    known: Sequence[tuple[float, float]] = tuple(points)
+    if len(known) == 1 or (not beyond and x <= known[0][0]):
+        return known[0][1]
+    if not beyond and x >= known[-1][0]:
+        return known[-1][1]
+    upper = next((i for i in range(1, len(known)) if x <= known[i][0]), len(known) - 1)
+    (x0, y0), (x1, y1) = known[upper - 1], known[upper]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def read_profile(path: Path, *, borrowed: bool = False) -> Profile:
+    """
+    Raises:
+        ProfileFormatError: the file is no profile, or one of another version.
+        OSError: it cannot be read at all.
+    """
+    try:
+        record = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ProfileFormatError(f"{path}: not JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise ProfileFormatError(f"{path}: not a profile")
+    return Profile.from_record(record, borrowed=borrowed)
+
+
+def default_profile() -> Profile:
+    """The figures that ship with the library: measured on SmolLM2-135M-Instruct, borrowed for any other model."""
+    return read_profile(
+        Path(str(files("lumina_cache.data").joinpath("profiles", "smollm2-135m.json"))), borrowed=True
+    )
