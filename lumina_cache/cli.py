@@ -226,6 +226,73 @@ def probe(
 
 
 @app.command(
+    name="eval",
+    epilog="Examples:  lumina-cache eval --quick   |   "
+    "lumina-cache eval --actions keep quant:affine,bits=4 evict:sinks_window@0.50 --out result.json   |   "
+    "lumina-cache eval --model ~/models/llama --text notes.txt --context 1k,4k --documents 30,10 --out result.json   |   "
+    "lumina-cache eval --result result.json --page docs/eval.md",
+)
+def evaluate(
+    more: Annotated[
+        list[str] | None, typer.Argument(metavar="[A]...", help="More actions, after --actions.")
+    ] = None,
+    model: Model = None,
+    actions: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--actions", "-a", help="Text forms of actions, or mlx-lm:kv_bits=4, or mlx-turboquant:bits=4."
+        ),
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Your own text instead of prose, code and dialogue; may be given again."),
+    ] = None,
+    context: Annotated[str | None, typer.Option(help="Tokens, for example 1k,4k. Default: 1k.")] = None,
+    documents: Annotated[
+        str | None, typer.Option(help="Documents for each context, for example 30,10. Default: 30.")
+    ] = None,
+    tests: Annotated[str | None, typer.Option(help="Some of T1,T2,T3,T5,time. Default: all.")] = None,
+    block: Annotated[int | None, typer.Option(help="Tokens per teacher-forced forward.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Of planted names and of the bootstrap.", min=0)] = 0,
+    rung: Annotated[
+        str | None, typer.Option(help="Refuse actions beyond native, cache, hook, kernel or trained.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two documents of 400 tokens, T1 and T2: under a minute.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="The result as JSON. Run again after an interruption, it goes on.")
+    ] = None,
+    result: Annotated[Path | None, typer.Option(help="Show this finished result; nothing is run.")] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Put the table between the marks of this Markdown page.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Measure what actions on the cache cost in quality, bytes and time. Exit code 1 if one of them is faulty."""
+    from .lab.evaluate.command import eval_command
+
+    sound = eval_command(
+        model=model,
+        actions=[*(actions or []), *(more or [])],
+        texts=text or [],
+        contexts=context,
+        documents=documents,
+        tests=tests,
+        block=block,
+        seed=seed,
+        rung=rung,
+        quick=quick,
+        out=out,
+        result=result,
+        page=page,
+        as_json_text=json,
+    )
+    if not sound:
+        raise typer.Exit(1)
+
+
+@app.command(
     epilog="Examples:  lumina-cache top   |   lumina-cache top --once   |   lumina-cache top --json --seconds 10"
 )
 def top(

@@ -15,6 +15,7 @@ __all__ = [
     "DiskTierError",
     "EngagementError",
     "EstimateInputError",
+    "EvaluationError",
     "LogFormatError",
     "LuminaError",
     "LuminaWarning",
@@ -81,6 +82,10 @@ class EngagementError(LuminaError):
 
 class EstimateInputError(LuminaError, ValueError):
     """A context, chunk, device or choice of model that no estimate can be made for."""
+
+
+class EvaluationError(LuminaError, ValueError):
+    """A text, length, test or result file that no evaluation can be made from."""
 
 
 class LogFormatError(LuminaError, ValueError):

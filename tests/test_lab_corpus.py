@@ -52,19 +52,19 @@ def test_code_is_source_that_compiles() -> None:
 
 def test_reading_source_does_not_import_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
-    assert "def rgb_to_hls" in corpus._module_source("colorsys").text
+    assert "def rgb_to_hls" in corpus.python_module("colorsys").text
     assert "colorsys" not in sys.modules
 
 
 @pytest.mark.parametrize("module", ["no_such_module_anywhere", "sys"])
 def test_a_module_without_source_is_named_in_the_error(module: str) -> None:
     with pytest.raises(LuminaError, match=module):
-        corpus._module_source(module)
+        corpus.python_module(module)
 
 
 def test_a_missing_chapter_is_named_in_the_error() -> None:
     with pytest.raises(LuminaError, match="no-such-chapter"):
-        corpus._reference("no-such-chapter")
+        corpus.python_reference("no-such-chapter")
 
 
 def test_the_question_comes_after_the_text() -> None:

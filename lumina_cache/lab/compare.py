@@ -9,10 +9,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import EngagementError
 
-__all__ = ["Drift", "Rates", "drift", "interleaved_rates"]
+__all__ = ["Drift", "Rates", "drift", "interleaved_rates", "kl_and_agreement", "log_softmax", "percentile"]
 
 
 @dataclass(frozen=True)
@@ -35,25 +36,43 @@ def drift(model: Any, full: Any, other: Any, tokens: list[int], *, lossy: bool) 
         EngagementError: if a lossy action was taken and there is no drift at all: then it did not happen.
     """
     ids = mx.array(tokens)[None]
-    reference, tried = _log_softmax(model(ids, cache=full)), _log_softmax(model(ids, cache=other))
-    kl = mx.sum(mx.exp(reference) * (reference - tried), axis=-1)
-    same = mx.argmax(reference, -1) == mx.argmax(tried, -1)
-    mx.eval(kl, same)
-    found = sorted(np.array(kl).astype(float).tolist())
+    reference, tried = log_softmax(model(ids, cache=full)[0]), log_softmax(model(ids, cache=other)[0])
+    kl, same = kl_and_agreement(reference, tried)
     if lossy and mx.array_equal(reference, tried).item():
         raise EngagementError(
             "a lossy action was taken, yet the logits are those of the full cache to the last bit"
         )
     return Drift(
-        kl_mean=statistics.fmean(found),
-        kl_p95=found[min(len(found) - 1, round(0.95 * (len(found) - 1)))],
-        top1_agreement=float(np.array(same).mean()),
-        positions=len(found),
+        kl_mean=statistics.fmean(kl.tolist()),
+        kl_p95=percentile(kl, 0.95),
+        top1_agreement=float(same.mean()),
+        positions=kl.size,
     )
 
 
-def _log_softmax(logits: mx.array) -> mx.array:
-    x = logits[0].astype(mx.float32)
+def kl_and_agreement(
+    reference: mx.array, tried: mx.array
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """Per position: KL(reference ‖ tried) in nats, and whether both prefer the same token.
+
+    Args:
+        reference, tried: log-probabilities (T, V), as :func:`log_softmax` gives them.
+    """
+    kl = mx.sum(mx.exp(reference) * (reference - tried), axis=-1)
+    same = mx.argmax(reference, -1) == mx.argmax(tried, -1)
+    mx.eval(kl, same)
+    return np.array(kl).astype(np.float64), np.array(same)
+
+
+def percentile(values: npt.NDArray[np.float64], share: float) -> float:
+    """The value at or nearest to ``share`` of the sorted values."""
+    found = np.sort(values)
+    return float(found[min(found.size - 1, round(share * (found.size - 1)))])
+
+
+def log_softmax(logits: mx.array) -> mx.array:
+    """Log-probabilities of ``logits`` (…, V) in float32."""
+    x = logits.astype(mx.float32)
     return x - mx.logsumexp(x, axis=-1, keepdims=True)
 
 

@@ -15,7 +15,15 @@ from importlib.resources import files
 
 from lumina_cache.errors import LuminaError
 
-__all__ = ["Document", "Question", "demo_document", "documents"]
+__all__ = [
+    "Document",
+    "Question",
+    "demo_document",
+    "documents",
+    "own_text",
+    "python_module",
+    "python_reference",
+]
 
 _OWN_LICENCE = "Apache-2.0"
 _PYTHON_LICENCE = "PSF-2.0"
@@ -77,7 +85,7 @@ _DEMO_QUESTIONS = (
 
 def demo_document() -> Document:
     """The essay on KV-cache memory that the demonstration reads: about 2,100 tokens for SmolLM2."""
-    return _own("kv-cache-memory", "prose", _DEMO_QUESTIONS)
+    return own_text("kv-cache-memory", "prose", _DEMO_QUESTIONS)
 
 
 def documents() -> list[Document]:
@@ -87,19 +95,20 @@ def documents() -> list[Document]:
     """
     return [
         demo_document(),
-        _reference("execmodel"),
-        _own("ferry-dialogue", "dialogue"),
-        _module_source("textwrap"),
-        _module_source("heapq"),
+        python_reference("execmodel"),
+        own_text("ferry-dialogue", "dialogue"),
+        python_module("textwrap"),
+        python_module("heapq"),
     ]
 
 
-def _own(name: str, domain: str, questions: tuple[Question, ...] = ()) -> Document:
+def own_text(name: str, domain: str, questions: tuple[Question, ...] = ()) -> Document:
+    """A text that ships with the project, by the name of its file in ``lab/texts``."""
     path = files("lumina_cache.lab").joinpath("texts", f"{name}.md")
     return Document(name, domain, path.read_text("utf-8"), "lumina_cache", _OWN_LICENCE, questions)
 
 
-def _reference(topic: str) -> Document:
+def python_reference(topic: str) -> Document:
     """A chapter of the Python language reference, as the interactive ``help()`` shows it."""
     try:
         text = importlib.import_module("pydoc_data.topics").topics[topic]
@@ -110,7 +119,7 @@ def _reference(topic: str) -> Document:
     )
 
 
-def _module_source(module: str) -> Document:
+def python_module(module: str) -> Document:
     """The source text of a module of the standard library written in Python; the module is not imported."""
     spec = importlib.util.find_spec(module)
     get_source = getattr(spec and spec.loader, "get_source", None)

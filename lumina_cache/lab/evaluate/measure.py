@@ -1,0 +1,283 @@
+"""Measure one document: the full cache once, then every subject on copies of it.
+
+The prompt is read once per context. Each subject changes a copy, and copies of that answer each test, so that no test
+sees what another fed. Logits of the full cache are computed once, over the same blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from ...cache import LuminaCache
+from ...errors import EngagementError
+from ..answer import detached_copy
+from ..compare import interleaved_rates, kl_and_agreement, log_softmax, percentile
+from .documents import EvalDocument
+from .plan import Plan
+from .storage import Stored, stored
+from .subjects import Subject, Taken
+from .tasks import Continuation, Copy, Lookup, Planted, continuation, planted
+
+__all__ = ["Bench", "log_probabilities", "read_prompt"]
+
+#: Tokens over which KL is averaged for whoever wants to choose on some and judge on others.
+SPAN = 16
+
+
+def read_prompt(model: Any, cache: Any, tokens: tuple[int, ...], chunk: int) -> None:
+    """Fill ``cache`` with ``tokens`` in steps of ``chunk``. Logits are never asked for, so never computed."""
+    for i in range(0, len(tokens), chunk):
+        model(mx.array(tokens[i : i + chunk])[None], cache=cache)
+        mx.eval([entry.state for entry in cache])
+
+
+def log_probabilities(model: Any, cache: Any, tokens: tuple[int, ...], block: int) -> mx.array:
+    """Log-probabilities (T, V) after each of ``tokens``, fed ``block`` at a time; advances ``cache``."""
+    out = []
+    for i in range(0, len(tokens), block):
+        out.append(log_softmax(model(mx.array(tokens[i : i + block])[None], cache=cache)[0]))
+        mx.eval(out[-1])
+    return out[0] if len(out) == 1 else mx.concatenate(out, axis=0)
+
+
+def nll(logprobs: mx.array, expected: tuple[int, ...]) -> float:
+    """Mean negative log-likelihood of ``expected`` in nats per token."""
+    picked: Any = mx.take_along_axis(logprobs, mx.array(expected)[:, None], axis=-1)
+    return -float(np.array(picked).astype(np.float64).mean())
+
+
+def hits(logprobs: mx.array, expected: tuple[int, ...]) -> float:
+    """Share of positions whose most probable token is the expected one."""
+    return float(np.mean(np.array(mx.argmax(logprobs, axis=-1)) == np.array(expected)))
+
+
+@dataclass
+class Bench:
+    """One document with the full cache's answers. Everything a subject is compared with."""
+
+    model: Any
+    tokenizer: Any
+    document: EvalDocument
+    plan: Plan
+    index: int  #: of the document within its context
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        plan, free = self.plan, self.index < self.plan.free_run_documents
+        self.free = "T5" in plan.tests and free
+        self.timed = "time" in plan.tests and self.index < plan.timed_documents
+        self.task: Continuation = continuation(self.document, plan)
+        self.asks: Planted = planted(self.document, self.tokenizer, plan, self.index)
+        self.needs_planted = bool({"T2", "T3"} & set(plan.tests))
+        with self._clock("prefill"):
+            self.full = self._filled(self.task.context)
+            self.full_planted = self._filled(self.asks.context) if self.needs_planted else None
+        self.dense = stored(self.full)
+        with self._clock("reference"):
+            self._answer()
+
+    def _filled(self, context: tuple[int, ...]) -> LuminaCache:
+        cache = LuminaCache(self.model, telemetry=False, log=None)
+        read_prompt(self.model, cache, context, self.plan.chunk)
+        return cache
+
+    @contextmanager
+    def _clock(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
+
+    def _log_probabilities(self, cache: Any, fed: tuple[int, ...], scored: int) -> mx.array:
+        found = log_probabilities(self.model, cache, fed, self.plan.block)[-scored:]
+        mx.eval(found)
+        return found
+
+    def _answer(self) -> None:
+        """What the full cache says, and what is said without most of the context."""
+        plan, task = self.plan, self.task
+        self.reference: dict[str, Any] = {}
+        if "T1" in plan.tests:
+            self.continued = self._log_probabilities(detached_copy(self.full), task.fed, len(task.fed))
+            short = make_prompt_cache(self.model)
+            read_prompt(self.model, short, task.context[-plan.short_context :], plan.chunk)
+            self.reference["T1"] = {
+                "nll": nll(self.continued, task.expected),
+                "nll_short_context": nll(
+                    self._log_probabilities(short, task.fed, len(task.fed)), task.expected
+                ),
+            }
+        if "T2" in plan.tests:
+            self.copied = [self._copy(detached_copy(self.full_planted), c) for c in self.asks.copies]
+            alone = [self._copy(make_prompt_cache(self.model), c) for c in self.asks.copies]
+            expected = [c.expected for c in self.asks.copies]
+            self.reference["T2"] = {
+                "accuracy": _mean(map(hits, self.copied, expected)),
+                "accuracy_no_context": _mean(map(hits, alone, expected)),
+            }
+        if "T3" in plan.tests and self.asks.lookups:
+            self.looked_up = [self._lookup(detached_copy(self.full_planted), q) for q in self.asks.lookups]
+            right = [c == q.answer for c, q in zip(self.looked_up, self.asks.lookups, strict=True)]
+            self.reference["T3"] = {"accuracy": _mean(right), "questions": len(right)}
+        elif "T3" in plan.tests:
+            self.reference["T3"] = {"reason": self.asks.lookup_reason}
+        if self.free:
+            self.run = self._greedy(detached_copy(self.full), None)
+            self.reference["T5"] = {"tokens": len(self.run)}
+
+    def _copy(self, cache: Any, copy: Copy) -> mx.array:
+        return self._log_probabilities(cache, copy.fed, len(copy.expected))
+
+    def _lookup(self, cache: Any, question: Lookup) -> int:
+        last = self._log_probabilities(cache, question.fed, 1)[0]
+        return _index_of_greatest(last[mx.array(question.candidates)])
+
+    def _greedy(self, cache: Any, follow: list[int] | None) -> list[int]:
+        """Greedy tokens after the first fed one; with ``follow``, only until they differ from it."""
+        token, out = self.task.fed[0], list[int]()
+        for i in range(self.plan.free_run):
+            token = _index_of_greatest(self.model(mx.array([[token]]), cache=cache)[0, -1])
+            if follow is not None and token != follow[i]:
+                break
+            out.append(token)
+        return out
+
+    def document_record(self) -> dict[str, Any]:
+        """The full cache's own figures, by which the gates go."""
+        return {
+            "kind": "document",
+            "document": self.document.name,
+            "context": self.document.context,
+            "dense": {
+                "live": self.dense.live,
+                "allocated": self.dense.allocated,
+                "live16": self.dense.live16,
+            },
+            **self.reference,
+            "seconds": dict(self.seconds),
+        }
+
+    def measure(self, subject: Subject) -> dict[str, Any]:
+        """One subject on this document.
+
+        Raises:
+            Refused: it cannot be carried out in this state.
+            EngagementError: it was carried out, and nothing changed or bytes are not those predicted.
+        """
+        plan = self.plan
+        self.seconds = {}
+        with self._clock("take"):
+            taken = subject.take(self.full, self.model)
+            other = subject.take(self.full_planted, self.model) if self.full_planted is not None else None
+        held = stored(taken.cache)
+        self._check_bytes(subject, taken, held)
+        record: dict[str, Any] = {
+            "kind": "subject",
+            "document": self.document.name,
+            "context": self.document.context,
+            "action": subject.text,
+            "state": "real",
+            "bytes": {
+                "live": held.live,
+                "allocated": held.allocated,
+                "predicted_live": taken.predicted_live,
+                "predicted_allocated": taken.predicted_allocated,
+                "share16": held.live16 / self.dense.live16,
+                "share16_allocated": held.allocated16 / self.dense.live16,
+            },
+            "take_seconds": taken.seconds,
+        }
+        moved = []
+        if "T1" in plan.tests:
+            with self._clock("T1"):
+                record["T1"] = self._continuation(detached_copy(taken.cache))
+            moved.append(record["T1"]["kl_max"])
+        if "T2" in plan.tests:
+            assert other is not None
+            with self._clock("T2"):
+                record["T2"] = self._copies(other.cache)
+            moved += [c["kl"] for c in record["T2"]["by_depth"]]
+        if taken.changed and moved and not any(moved):
+            raise EngagementError(
+                f"{subject.text}: rows were changed, yet the logits are those of the full cache to the last bit"
+            )
+        if "T3" in plan.tests and self.asks.lookups:
+            assert other is not None
+            with self._clock("T3"):
+                record["T3"] = self._lookups(other.cache)
+        if self.free:
+            with self._clock("T5"):
+                agreed = self._greedy(detached_copy(taken.cache), self.run)
+            record["T5"] = {"agreed": len(agreed), "of": len(self.run)}
+        if self.timed:
+            with self._clock("time"):
+                record["time"] = self._time(taken.cache)
+        record["seconds"] = dict(self.seconds)
+        return record
+
+    def _check_bytes(self, subject: Subject, taken: Taken, held: Stored) -> None:
+        for what, predicted, found in (
+            ("live", taken.predicted_live, held.live),
+            ("allocated", taken.predicted_allocated, held.allocated),
+        ):
+            if predicted is not None and predicted != found:
+                raise EngagementError(
+                    f"{subject.text}: {predicted} bytes {what} were predicted, but the arrays hold {found}"
+                )
+
+    def _continuation(self, cache: Any) -> dict[str, Any]:
+        tried = self._log_probabilities(cache, self.task.fed, len(self.task.fed))
+        kl, same = kl_and_agreement(self.continued, tried)
+        loss = nll(tried, self.task.expected)
+        return {
+            "kl_mean": float(kl.mean()),
+            "kl_p95": percentile(kl, 0.95),
+            "kl_max": float(np.abs(kl).max()),
+            "kl_by_16": [float(kl[i : i + SPAN].mean()) for i in range(0, kl.size, SPAN)],
+            "top1": float(same.mean()),
+            "nll": loss,
+            "nll_change": loss - self.reference["T1"]["nll"],
+        }
+
+    def _copies(self, cache: Any) -> dict[str, Any]:
+        by_depth = []
+        for copy, reference in zip(self.asks.copies, self.copied, strict=True):
+            tried = self._copy(detached_copy(cache), copy)
+            kl, _ = kl_and_agreement(reference, tried)
+            by_depth.append(
+                {"depth": copy.depth, "kl": float(kl.mean()), "accuracy": hits(tried, copy.expected)}
+            )
+        return {
+            "kl_mean": _mean(d["kl"] for d in by_depth),
+            "accuracy": _mean(d["accuracy"] for d in by_depth),
+            "by_depth": by_depth,
+        }
+
+    def _lookups(self, cache: Any) -> dict[str, Any]:
+        chosen = [self._lookup(detached_copy(cache), q) for q in self.asks.lookups]
+        return {
+            "accuracy": _mean(c == q.answer for c, q in zip(chosen, self.asks.lookups, strict=True)),
+            "flips": _mean(c != f for c, f in zip(chosen, self.looked_up, strict=True)),
+        }
+
+    def _time(self, cache: Any) -> dict[str, Any]:
+        tokens = list(self.task.fed[: self.plan.timed_steps])
+        rates = interleaved_rates(self.model, detached_copy(self.full), detached_copy(cache), tokens, chunk=1)
+        return {"ratio": rates.ratio, "low": rates.ratio_low, "high": rates.ratio_high, "steps": rates.rounds}
+
+
+def _index_of_greatest(values: mx.array) -> int:
+    return int(np.array(mx.argmax(values)))
+
+
+def _mean(values: Any) -> float:
+    found = list(values)
+    return math.fsum(found) / len(found)

@@ -1,0 +1,152 @@
+"""A result as a table for the terminal and for a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ...errors import EvaluationError
+from .plan import TESTS
+
+__all__ = ["BEGIN", "END", "as_markdown", "as_table", "put_between"]
+
+BEGIN, END = "<!-- eval: begin -->", "<!-- eval: end -->"
+
+#: Column → heading, the tests that fill it, and how a figure is written.
+_COLUMNS: Mapping[str, tuple[str, str, str]] = {
+    "kl_mean": ("T1 KL", "T1", "{:.4f}"),
+    "kl_p95": ("p95", "T1", "{:.3f}"),
+    "top1": ("top-1", "T1", "{:.3f}"),
+    "nll_change": ("ΔNLL", "T1", "{:+.3f}"),
+    "copy_kl": ("T2 KL", "T2", "{:.4f}"),
+    "copy_accuracy": ("T2 acc.", "T2", "{:.3f}"),
+    "lookup_accuracy": ("T3 acc.", "T3", "{:.3f}"),
+    "agreed_tokens": ("T5 same", "T5", "{:.0f}"),
+    "time_ratio": ("step time", "time", "×{:.2f}"),
+}
+#: Columns that show their interval.
+_WITH_INTERVAL = ("kl_mean", "copy_kl", "time_ratio")
+
+
+def as_table(result: Mapping[str, Any]) -> RenderableType:
+    """One table per context, sorted by share, then refusals, gates and conditions."""
+    parts: list[RenderableType] = []
+    for context in _contexts(result):
+        columns = _columns(result, context)
+        table = Table(title=_title(result, context), title_justify="left", box=None, pad_edge=False)
+        table.add_column("action", overflow="fold")
+        table.add_column("share", justify="right", no_wrap=True)
+        for name in columns:
+            table.add_column(_COLUMNS[name][0], justify="right", no_wrap=True)
+        for row in _measured(result, context):
+            table.add_row(row["action"], f"{row['share16']:.1%}", *(_cell(row, c) for c in columns))
+        parts += [table, Text("")]
+    parts.append(Text("\n".join(_notes(result))))
+    return Group(*parts)
+
+
+def print_result(result: Mapping[str, Any], console: Console) -> None:
+    console.print(as_table(result), highlight=False)
+
+
+def as_markdown(result: Mapping[str, Any]) -> str:
+    """The same as Markdown."""
+    lines: list[str] = []
+    for context in _contexts(result):
+        columns = _columns(result, context)
+        heads = ["action", "share", *(_COLUMNS[c][0] for c in columns)]
+        lines += [f"**{_title(result, context)}**", "", f"| {' | '.join(heads)} |"]
+        lines.append("| --- " + "| ---: " * (len(heads) - 1) + "|")
+        for row in _measured(result, context):
+            cells = [f"`{row['action']}`", f"{row['share16']:.1%}", *(_cell(row, c) for c in columns)]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    lines += [f"- {note}" for note in _notes(result)]
+    return "\n".join(lines) + "\n"
+
+
+def put_between(page: str, table: str) -> str:
+    """``page`` with what stands between the two marks replaced.
+
+    Raises:
+        EvaluationError: there are no marks.
+    """
+    if BEGIN not in page or END not in page.split(BEGIN, 1)[1]:
+        raise EvaluationError(
+            f"the page has no place for the table: put {BEGIN} and {END} where it should stand"
+        )
+    head, rest = page.split(BEGIN, 1)
+    return f"{head}{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}"
+
+
+def as_json(result: Mapping[str, Any]) -> str:
+    return json.dumps(result, allow_nan=False)
+
+
+def _contexts(result: Mapping[str, Any]) -> list[int]:
+    return [int(context) for context, _ in result["header"]["plan"]["contexts"]]
+
+
+def _measured(result: Mapping[str, Any], context: int) -> list[Any]:
+    here = [r for r in result["rows"] if r["context"] == context and r["state"] == "real"]
+    return sorted(here, key=lambda r: (-r["share16"], r["action"]))
+
+
+def _columns(result: Mapping[str, Any], context: int) -> list[str]:
+    here = _measured(result, context)
+    return [c for c in _COLUMNS if any(r["figures"][c] is not None for r in here)]
+
+
+def _title(result: Mapping[str, Any], context: int) -> str:
+    documents = [d for d in result["header"]["documents"] if d["context"] == context]
+    each = {d["domain"]: sum(o["domain"] == d["domain"] for o in documents) for d in documents}
+    spread = ", ".join(f"{n} {name}" for name, n in each.items())
+    return f"{context:,} tokens of context, {len(documents)} documents ({spread})"
+
+
+def _cell(row: Mapping[str, Any], column: str) -> str:
+    figure = row["figures"][column]
+    if figure is None:
+        return "–"
+    form = _COLUMNS[column][2]
+    text = form.format(figure["mean"])
+    if column in _WITH_INTERVAL and figure["low"] is not None:
+        low, high = (form.format(figure[k]).lstrip("×") for k in ("low", "high"))
+        text += f" [{low}, {high}]"
+    return text
+
+
+def _notes(result: Mapping[str, Any]) -> Sequence[str]:
+    header, plan = result["header"], result["header"]["plan"]
+    notes = []
+    for row in result["rows"]:
+        if row["state"] == "backend_infeasible":
+            why = "; ".join(str(r["text"]) for r in row["reasons"])
+            notes.append(f"backend_infeasible at {row['context']:,}: {row['action']}: {why}")
+        elif row["state"] == "failed":
+            notes.append(f"FAILED at {row['context']:,}: {row['action']}: {row['error']}")
+        elif row["refused_documents"]:
+            notes.append(f"{row['action']} was refused on {row['refused_documents']} documents")
+    for gate in result["gates"]:
+        state = "passed" if gate["passed"] else "NOT passed"
+        notes.append(f"gate {gate['test']} at {gate['context']:,}: {state}: {gate['text']}")
+    for name in set(TESTS) - set(plan["tests"]):
+        notes.append(f"{name} ({TESTS[name]}) was not run")
+    notes += [f"lacking at {s['context']:,}, {s['domain']}: {s['text']}" for s in result["lacking"]]
+    model = header["model"]
+    exact = [
+        r["bytes_exact"] for r in result["rows"] if r["state"] == "real" and r["bytes_exact"] is not None
+    ]
+    notes += [
+        f"bytes predicted = bytes of the arrays in {sum(exact)} of {len(exact)} rows (T6)",
+        "share: bytes of the rows held, as a 16-bit cache would store them, of dense rows; KL in nats per token to the "
+        f"full cache, mean over documents; brackets: 95 % bootstrap over documents; {plan['block']} tokens per forward",
+        f"{model['name']} ({model['fingerprint']}) in {model['dtype'].removeprefix('mlx.core.')}, device="
+        f"{header['device']}, MLX {header['mlx']}, mlx-lm {header['mlx_lm']}, lumina_cache {header['lumina_cache']}",
+    ]
+    return notes

@@ -1,0 +1,188 @@
+"""Run an evaluation from start to end, or from where it stopped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import EvaluationError
+from ..corpus import Document
+from ..models import LoadedModel
+from .documents import EvalDocument, Shortage, select
+from .measure import Bench
+from .plan import Plan
+from .provenance import code_fingerprint, conditions, provenance
+from .results import KIND, SCHEMA, Store
+from .subjects import Refused, Subject
+from .table import gates, rows
+
+__all__ = ["Progress", "evaluate"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far an evaluation is; ``done`` and ``total`` in tokens fed, a measure of the work."""
+
+    done: float
+    total: float
+    what: str
+
+
+def evaluate(
+    loaded: LoadedModel,
+    subjects: Sequence[Subject],
+    plan: Plan,
+    *,
+    texts: Sequence[Document] | None = None,
+    out: Path | None = None,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> dict[str, Any]:
+    """Measure every subject on every document and return the result, which is also written to ``out``.
+
+    With ``out``, what is measured is on disk at once; the same call after a crash or an interruption goes on from there.
+
+    Args:
+        texts: the user's own texts; None for those that every installation has.
+
+    Raises:
+        EvaluationError: no text is long enough, or ``out`` holds figures made under other conditions.
+    """
+    if not subjects:
+        raise EvaluationError("no action to evaluate: name at least one, such as quant:affine,bits=4")
+    documents, lacking = _documents(loaded, plan, texts)
+    header = {
+        **conditions(loaded),
+        "plan": plan.to_record(),
+        "documents": [d.to_record() for d in documents],
+    }
+    store = Store(out, header)
+    try:
+        _measure_all(loaded, subjects, plan, documents, store, on_progress)
+        result = _result(subjects, plan, documents, lacking, store)
+        store.finish(result)
+    finally:
+        store.close()
+    return result
+
+
+def _documents(
+    loaded: LoadedModel, plan: Plan, texts: Sequence[Document] | None
+) -> tuple[list[EvalDocument], list[Shortage]]:
+    documents: list[EvalDocument] = []
+    lacking: list[Shortage] = []
+    for context, count in plan.contexts:
+        found, missing = select(loaded.tokenizer, context, count, plan.length(context), texts)
+        documents += found
+        lacking += missing
+    return documents, lacking
+
+
+def _measure_all(
+    loaded: LoadedModel,
+    subjects: Sequence[Subject],
+    plan: Plan,
+    documents: Sequence[EvalDocument],
+    store: Store,
+    on_progress: Callable[[Progress], None],
+) -> None:
+    code = code_fingerprint()
+    index: dict[int, int] = {}
+    total = sum(_prefill_work(d, plan) + len(subjects) * _subject_work(plan, d) for d in documents)
+    done = 0.0
+    for document in documents:
+        number = index.setdefault(document.context, 0)
+        index[document.context] += 1
+        due = [s for s in subjects if not _known(store.get(document.context, document.name, s.text), code)]
+        known = store.get(document.context, document.name, None)
+        bench = None
+        on_progress(Progress(done, total, document.name))
+        if due or known is None:
+            bench = Bench(loaded.model, loaded.tokenizer, document, plan, number)
+            if known is None:
+                store.add({**bench.document_record(), "code": code})
+        done += _prefill_work(document, plan)
+        for subject in subjects:
+            on_progress(Progress(done, total, f"{document.name}  {subject.text}"))
+            if subject in due and bench is not None:
+                store.add({**_measured(bench, subject), "code": code})
+            done += _subject_work(plan, document)
+    on_progress(Progress(done, total, "done"))
+
+
+def _known(record: dict[str, Any] | None, code: str) -> bool:
+    """Whether a record still stands; refusals and faults are those of the code that made them."""
+    return record is not None and (record["state"] == "real" or record["code"] == code)
+
+
+def _measured(bench: Bench, subject: Subject) -> dict[str, Any]:
+    base = {
+        "kind": "subject",
+        "document": bench.document.name,
+        "context": bench.document.context,
+        "action": subject.text,
+    }
+    try:
+        return bench.measure(subject)
+    except Refused as refusal:
+        return {**base, "state": "backend_infeasible", "reasons": [dict(r) for r in refusal.reasons]}
+    except Exception as error:  # one broken action must not end a run of hours; it is reported as a fault
+        return {**base, "state": "failed", "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+
+
+def _prefill_work(document: EvalDocument, plan: Plan) -> float:
+    return document.context * (2 if {"T2", "T3"} & set(plan.tests) else 1) + _subject_work(plan, document)
+
+
+def _subject_work(plan: Plan, document: EvalDocument) -> float:
+    """Tokens fed per subject, those of a long context weighing more."""
+    tokens = {
+        "T1": plan.scored,
+        "T2": plan.planted,
+        "T3": plan.asked * 10,
+    }
+    return sum(n for test, n in tokens.items() if test in plan.tests) * (1 + document.context / 4096) * 2
+
+
+def _result(
+    subjects: Sequence[Subject],
+    plan: Plan,
+    documents: Sequence[EvalDocument],
+    lacking: Sequence[Shortage],
+    store: Store,
+) -> dict[str, Any]:
+    records = [
+        record
+        for document in documents
+        for action in (None, *(s.text for s in subjects))
+        if (record := store.get(document.context, document.name, action)) is not None
+    ]
+    domains = {(d.context, d.name): d.domain for d in documents}
+    actions = [s.text for s in subjects]
+    return {
+        "kind": KIND,
+        "schema": SCHEMA,
+        "header": store.header,
+        "provenance": {
+            **provenance(),
+            "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "codes": sorted({r["code"] for r in records}),
+            "packages": {s.text: s.version for s in subjects if s.version is not None},
+        },
+        "lacking": [vars(s) for s in lacking],
+        "gates": [vars(g) for g in gates(records, plan)],
+        "rows": [r.to_record() for r in rows(records, actions, domains, plan)],
+        "seconds": _seconds(records),
+        "records": records,
+    }
+
+
+def _seconds(records: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Time spent by stage, summed over documents and actions."""
+    found: dict[str, float] = {}
+    for record in records:
+        for stage, seconds in record.get("seconds", {}).items():
+            found[stage] = found.get(stage, 0.0) + seconds
+    return found

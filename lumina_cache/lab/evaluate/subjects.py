@@ -1,0 +1,248 @@
+"""What is compared: actions of this library, and other ways to shrink the same cache (mlx-lm's own, other packages').
+
+Every subject gets the same full cache, as the prompt left it, and gives back a changed copy of it. Text forms are those
+of actions, and for the others::
+
+    mlx-lm:kv_bits=4,group=64       mlx-lm's own conversion, as its ``kv_bits`` option does it
+    mlx-turboquant:bits=4,group=64  the package mlx-turboquant, if it is installed
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx_lm.models import cache as stock
+
+from ...actions import Action, parse_action
+from ...backend.capabilities import Rung
+from ...cache import LuminaCache
+from ...errors import ActionInfeasibleError, ActionSyntaxError, EngagementError, EvaluationError
+from ..answer import detached_copy
+
+__all__ = ["Subject", "Taken", "parse_rung", "parse_subject"]
+
+Reasons = tuple[Mapping[str, Any], ...]
+
+
+class Refused(Exception):
+    """A subject that cannot be carried out here, with its reasons. Nothing was measured."""
+
+    def __init__(self, reasons: Reasons) -> None:
+        super().__init__("; ".join(str(r["text"]) for r in reasons))
+        self.reasons = reasons
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A changed copy of the full cache. Predicted bytes are None for what this library does not predict."""
+
+    cache: Any
+    seconds: float
+    changed: bool  #: whether something lossy happened, so that no difference at all would be a fault
+    predicted_live: int | None = None
+    predicted_allocated: int | None = None
+
+
+class Subject(Protocol):
+    """One way to shrink a cache."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def version(self) -> str | None:
+        """Of the package that does it; None for this library."""
+        ...
+
+    def take(self, full: LuminaCache, model: Any) -> Taken:
+        """A changed copy; ``full`` stays as it is.
+
+        Raises:
+            Refused: it cannot be carried out; says why.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class OwnAction:
+    """An action of this library, up to a rung."""
+
+    action: Action
+    rung: Rung | None = None
+    version: str | None = None
+
+    @property
+    def text(self) -> str:
+        return str(self.action)
+
+    def take(self, full: LuminaCache, model: Any) -> Taken:
+        if self.rung is not None and self.action.rung > self.rung:
+            deep = ", ".join(sorted(str(c) for c in self.action.requires if c.rung > self.rung))
+            raise Refused(
+                (
+                    {
+                        "code": "rung",
+                        "text": f"needs {deep}, beyond the rung {self.rung.name.lower()} that was asked for",
+                    },
+                )
+            )
+        fork = detached_copy(full)
+        try:
+            applied = fork.apply(self.action)
+        except ActionInfeasibleError as error:
+            raise Refused(_reasons(fork, error)) from None
+        if applied is None:
+            raise EngagementError(f"{self.action}: put off to a boundary, though the cache is at one")
+        return Taken(
+            fork,
+            applied.seconds,
+            self.action.lossy and bool(applied.layers_changed),
+            applied.predicted_live,
+            applied.predicted_allocated,
+        )
+
+
+def _reasons(cache: LuminaCache, error: ActionInfeasibleError) -> Reasons:
+    last = cache.log.records[-1]
+    if last["event"] == "action.refused" and last["reasons"]:
+        return tuple(last["reasons"])
+    return ({"code": "refused", "text": str(error)},)
+
+
+@dataclass(frozen=True)
+class StockQuantized:
+    """``to_quantized`` of mlx-lm's own cache objects, on those that have it: what its ``kv_bits`` option does."""
+
+    bits: int
+    group_size: int
+
+    @property
+    def text(self) -> str:
+        return f"mlx-lm:kv_bits={self.bits},group={self.group_size}"
+
+    @property
+    def version(self) -> str:
+        return importlib.metadata.version("mlx-lm")
+
+    def take(self, full: LuminaCache, model: Any) -> Taken:
+        plain = detached_copy(full).to_mlx()
+        mx.eval([entry.state for entry in plain])
+        start = time.perf_counter()
+        try:
+            cache = [
+                entry.to_quantized(group_size=self.group_size, bits=self.bits)
+                if hasattr(entry, "to_quantized")
+                else entry
+                for entry in plain
+            ]
+            mx.eval([entry.state for entry in cache])
+        except (NotImplementedError, ValueError) as error:
+            raise Refused(({"code": "refused", "text": f"mlx-lm: {_line(error)}"},)) from None
+        seconds = time.perf_counter() - start
+        return Taken(cache, seconds, any(type(e) is stock.QuantizedKVCache for e in cache))
+
+
+@dataclass(frozen=True)
+class TurboQuant:
+    """The package mlx-turboquant: its caches, filled with the rows of the full one."""
+
+    bits: int
+    group_size: int
+
+    @property
+    def text(self) -> str:
+        return f"mlx-turboquant:bits={self.bits},group={self.group_size}"
+
+    @property
+    def version(self) -> str | None:
+        try:
+            return importlib.metadata.version("mlx-turboquant")
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    def take(self, full: LuminaCache, model: Any) -> Taken:
+        try:
+            package = importlib.import_module("mlx_turboquant")
+        except ImportError as error:
+            raise Refused(
+                (
+                    {
+                        "code": "not_installed",
+                        "text": f"mlx-turboquant cannot be imported ({_line(error)}): pip install mlx-turboquant",
+                    },
+                )
+            ) from None
+        plain = detached_copy(full).to_mlx()
+        if any(type(entry) is not stock.KVCache for entry in plain):
+            kinds = ", ".join(sorted({type(entry).__name__ for entry in plain} - {"KVCache"}))
+            raise Refused(({"code": "refused", "text": f"cannot be filled from {kinds}"},))
+        start = time.perf_counter()
+        try:
+            cache = package.make_prompt_cache(model, kv_bits=self.bits, kv_group_size=self.group_size)
+            for entry, new in zip(plain, cache, strict=True):
+                new.update_and_fetch(*entry.state)
+            mx.eval([entry.state for entry in cache])
+        except (NotImplementedError, ValueError, TypeError, AttributeError) as error:
+            raise Refused(({"code": "refused", "text": f"mlx-turboquant: {_line(error)}"},)) from None
+        return Taken(cache, time.perf_counter() - start, True)
+
+
+def _line(error: Exception) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]
+
+
+#: Prefix of the text form → the settings it takes, with their defaults (None: has to be given), and the class.
+_OTHERS: Mapping[str, tuple[Mapping[str, int | None], type[Any]]] = {
+    "mlx-lm": ({"kv_bits": None, "group": 64}, StockQuantized),
+    "mlx-turboquant": ({"bits": None, "group": 64}, TurboQuant),
+}
+
+
+def parse_subject(text: str, rung: Rung | None = None) -> Subject:
+    """An action's text form, or ``mlx-lm:…`` or ``mlx-turboquant:…``.
+
+    Raises:
+        ActionSyntaxError: naming the part that was not understood.
+    """
+    name, colon, settings = text.strip().partition(":")
+    if name not in _OTHERS:
+        return OwnAction(parse_action(text), rung)
+    known, make = _OTHERS[name]
+    given = dict(known)
+    for part in settings.split(",") if colon else []:
+        key, _, number = part.strip().partition("=")
+        if key not in known or not number.isdecimal():
+            raise ActionSyntaxError(
+                f"{text!r}: cannot read {part.strip()!r}; {name} takes {', '.join(f'{k}=N' for k in known)}"
+            )
+        given[key] = int(number)
+    missing = [k for k, v in given.items() if v is None]
+    if missing:
+        raise ActionSyntaxError(f"{text!r}: give {missing[0]}=N")
+    found: Subject = make(*given.values())
+    return found
+
+
+def parse_subjects(texts: Sequence[str], rung: Rung | None = None) -> list[Subject]:
+    """All of ``texts``, which white space separates within one, in order and without repetitions."""
+    found = {s.text: s for text in texts for s in (parse_subject(t, rung) for t in text.split())}
+    return list(found.values())
+
+
+def parse_rung(text: str) -> Rung:
+    """A rung by its name in small letters.
+
+    Raises:
+        EvaluationError: there is none of that name.
+    """
+    try:
+        return Rung[text.upper()]
+    except KeyError:
+        names = ", ".join(r.name.lower() for r in Rung)
+        raise EvaluationError(f"unknown rung {text!r}; known: {names}") from None
