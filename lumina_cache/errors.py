@@ -15,6 +15,7 @@ __all__ = [
     "MixedExecutionStateError",
     "ModelShapeError",
     "ModelUnavailableError",
+    "ObservationError",
     "TableFormatError",
     "UnsupportedCacheError",
 ]
@@ -66,6 +67,10 @@ class ModelShapeError(LuminaError, ValueError):
 
 class ModelUnavailableError(LuminaError):
     """A model, or the package that ships it, is not there."""
+
+
+class ObservationError(LuminaError):
+    """What was observed of a layer's attention does not fit its rows, or is not enough to rank them by."""
 
 
 class TableFormatError(LuminaError, ValueError):
