@@ -111,13 +111,18 @@ class ObservedScorer(ABC):
         that were there before the first call count as never attended to; :attr:`Statistics.since` says from where on.
 
         Raises:
-            ObservationError: if the rows are not those that the statistics stand for, plus the new ones.
+            ObservationError: if steps were missed, or the rows are not those that the statistics stand for, and the new.
         """
         before = seen.rows - seen.new
         if stats is None:
             stats = Statistics(before, seen.first_position, seen.first_position, seen.scale)
         if seen.first_position < stats.end:
             stats = self.trim(stats, stats.end - seen.first_position)
+        if seen.first_position > stats.end:
+            raise ObservationError(
+                f"the statistics of {self.method.name} end at position {stats.end}, and this step starts at "
+                f"{seen.first_position}: what lies between was not seen; start anew with None"
+            )
         if stats.held != before:
             raise ObservationError(
                 f"the statistics of {self.method.name} stand for {stats.held} rows, but the layer held {before} before "

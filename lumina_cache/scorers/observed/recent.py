@@ -35,8 +35,7 @@ class RecentQueries(ObservedScorer):
         self, stats: Statistics, seen: Attended
     ) -> tuple[Mapping[str, mx.array], Mapping[str, mx.array]]:
         wanted, had = self.queries + SPARE, stats.heads.get("queries")
-        # Queries that do not follow on those kept are of another place in the text.
-        if had is None or stats.end != seen.first_position or seen.new >= wanted:
+        if had is None or seen.new >= wanted:
             joined = seen.queries[:, :, -wanted:]
         else:
             joined = mx.concatenate([had, seen.queries], axis=2)[:, :, -wanted:]
