@@ -22,6 +22,7 @@ __all__ = [
     "MixedExecutionStateError",
     "ModelShapeError",
     "ModelUnavailableError",
+    "ObservationError",
     "ProfileFormatError",
     "TableFormatError",
     "UnsupportedCacheError",
@@ -106,6 +107,10 @@ class ModelUnavailableError(LuminaError):
 
 class ProfileFormatError(LuminaError, ValueError):
     """A file of calibrated figures that cannot be read."""
+
+
+class ObservationError(LuminaError):
+    """What was observed of a layer's attention does not fit its rows, or is not enough to rank them by."""
 
 
 class TableFormatError(LuminaError, ValueError):
