@@ -5,7 +5,7 @@ never decoded into a whole side of a layer:
 
 - *affine*, a row at a time: ``q·K̂ᵀ`` is a product with the codes, transposed.
 - *per channel*, keys packed along tokens (KIVI, Liu et al. 2024, arXiv:2402.02750): the codes are those of ``K̂ᵀ`` already.
-- *rotated*, rows packed as ``x·M`` with M orthonormal (QuaRot, Ashkboos et al. 2024, arXiv:2404.00456): q·x is ``(q·M)·(x·M)``,
+- *rotated*, rows packed as ``x·M``, M orthonormal (QuaRot, Ashkboos et al. 2024, arXiv:2404.00456): q·x is ``(q·M)·(x·M)``,
   so the query is rotated instead of the keys; of the values ``Σ w·x = (Σ w·(x·M))·Mᵀ``, rotated back once.
 
 Query heads that share a K/V head are rows of one product, so packed rows are not copied for each of them as in
@@ -17,7 +17,7 @@ arXiv:1805.02867), so that packing does not raise the peak of a long prompt.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -101,8 +101,9 @@ def attend(
     rows = _Rows.of(keys, values, key_layout, value_layout, tail_keys, tail_values)
     call = _Call.of(queries, rows, mask, sinks, softcap)
     if rows.packed == 0 and softcap is None:
+        dense_keys, dense_values = rows.tail
         return mx.fast.scaled_dot_product_attention(
-            queries, tail_keys, tail_values, scale=scale, mask=mask, sinks=sinks
+            queries, dense_keys, dense_values, scale=scale, mask=mask, sinks=sinks
         ).astype(queries.dtype)
     scaled = queries * scale
     step, tile = _blocks(call, rows, max_score_bytes)
@@ -127,16 +128,19 @@ class _Rows:
     dense: int
     width: int
     value_width: int
-    keys: Encoded | None
-    values: Encoded | None
+    keys: Encoded
+    values: Encoded
     key_layout: PackedLayout
     value_layout: PackedLayout
-    tail_keys: mx.array | None
-    tail_values: mx.array | None
+    tail: Encoded  #: dense keys and values; nothing if there are none
 
     @property
     def total(self) -> int:
         return self.packed + self.dense
+
+    def in_tail(self, tile: _Tile) -> tuple[int, int, int]:
+        """Where the dense rows of a tile begin and end, and how many there are in all."""
+        return tile.packed_end - self.packed, tile.end - self.packed, self.dense
 
     @classmethod
     def of(
@@ -164,28 +168,30 @@ class _Rows:
                 )
             packed = k[1]
             found.append((k[0], k[2], v[2]))
+        tail: Encoded = ()
         if tail_keys is not None and tail_values is not None:
             if tail_keys.shape[:3] != tail_values.shape[:3]:
                 raise AttentionInputError(
                     f"dense keys {tail_keys.shape} and values {tail_values.shape} must agree up to their width"
                 )
-            dense = tail_keys.shape[2]
+            dense, tail = tail_keys.shape[2], (tail_keys, tail_values)
             found.append((tail_keys.shape[1], tail_keys.shape[3], tail_values.shape[3]))
         if packed + dense == 0:
             raise AttentionInputError("there are no rows to attend to")
         if len(set(found)) > 1:
             raise AttentionInputError(f"packed rows have (H, D, Dv) = {found[0]}, dense ones {found[1]}")
+        heads, width, value_width = found[0]
         return cls(
-            found[0][0],
+            heads,
             packed,
             dense,
-            *found[0][1:],
-            keys,
-            values,
+            width,
+            value_width,
+            keys or (),
+            values or (),
             key_layout,
             value_layout,
-            tail_keys,
-            tail_values,
+            tail,
         )
 
 
@@ -302,19 +308,16 @@ class _Tile:
     def packed(self) -> int:
         return self.packed_end - self.start
 
+    @property
+    def dense(self) -> int:
+        return self.end - self.packed_end
+
 
 class _Queries(NamedTuple):
     """Scaled queries (B, H, G·n, D), as they are and in the basis that the packed keys are in."""
 
     plain: mx.array
     rotated: mx.array
-
-    def after(self, done: mx.array) -> _Queries:
-        """The same queries, usable only once ``done`` is computed."""
-        if self.rotated is self.plain:
-            plain = mx.depends([self.plain], [done])[0]
-            return _Queries(plain, plain)
-        return _Queries(*mx.depends([self.plain, self.rotated], [done]))
 
 
 def _tiles(rows: _Rows, size: int) -> Iterator[_Tile]:
@@ -355,10 +358,11 @@ def _attend_block(scaled: mx.array, call: _Call, rows: _Rows, start: int, size: 
     else:
         state = _Running.starting(sinks)
         for tile in tiles:
-            # One tile after the other: side by side, their scores would be in memory at once.
-            scores = scores_of(queries if state.out is None else queries.after(state.out), tile)
-            peak, weights = state.weigh(scores)
-            state = state.joined(peak, weights, weighted(weights, tile))
+            peak, weights = state.weigh(scores_of(queries, tile))
+            before, state = state, state.joined(peak, weights, weighted(weights, tile))
+            # In one graph, MLX would make room for many tiles before the first is done. Two keep the device busy.
+            mx.async_eval(*state.arrays)  # type: ignore[no-untyped-call]
+            mx.eval(*before.arrays)
         out = state.finished()
     return out.reshape(call.batch, call.q_heads, n, rows.value_width)
 
@@ -374,35 +378,35 @@ def _softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:
 class _Running:
     """A softmax over tiles, so far: its maximum, the sum of its weights, and the values so weighted; float32."""
 
-    peak: mx.array | None
-    total: mx.array | None
-    out: mx.array | None = None
+    peak: mx.array
+    total: mx.array
+    out: mx.array
 
     @classmethod
     def starting(cls, sinks: mx.array | None) -> _Running:
+        nothing = mx.zeros((1,) * 5)
         if sinks is None:
-            return cls(None, None)
-        sinks = sinks.astype(mx.float32)
-        return cls(sinks, mx.ones_like(sinks))
+            return cls(nothing + mx.finfo(mx.float32).min, nothing, nothing)
+        return cls(sinks.astype(mx.float32), nothing + 1, nothing)
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        return self.peak, self.total, self.out
 
     def weigh(self, scores: mx.array) -> tuple[mx.array, mx.array]:
         """The maximum with these scores, and their weights relative to it."""
         scores = scores.astype(mx.float32)
-        # Rows hidden by minus infinity may fill a tile: the maximum stays a number, so that they weigh nothing.
-        lowest = mx.finfo(mx.float32).min if self.peak is None else self.peak
-        peak = mx.maximum(scores.max(axis=-1, keepdims=True), lowest)
+        # Rows hidden by minus infinity may fill a tile. The first maximum is a number, so that they weigh nothing.
+        peak = mx.maximum(scores.max(axis=-1, keepdims=True), self.peak)
         return peak, _exp(scores - peak)
 
     def joined(self, peak: mx.array, weights: mx.array, out: mx.array) -> _Running:
-        total, out = weights.sum(axis=-1, keepdims=True), out.astype(mx.float32)
-        if self.peak is not None:
-            shrunk = _exp(self.peak - peak)
-            total = total + shrunk * self.total
-            out = out if self.out is None else out + shrunk * self.out
-        return _Running(peak, total, out)
+        shrunk = _exp(self.peak - peak)
+        return _Running(
+            peak, weights.sum(axis=-1, keepdims=True) + shrunk * self.total, out + shrunk * self.out
+        )
 
     def finished(self) -> mx.array:
-        assert self.out is not None
         return self.out / self.total
 
 
@@ -417,51 +421,49 @@ def _exp(x: mx.array) -> mx.array:
 def _scores(queries: _Queries, rows: _Rows, tile: _Tile) -> mx.array:
     """Products (B, H, G·n, t) of queries and the keys of a tile."""
     parts = []
-    if tile.packed and rows.keys is not None:
+    if tile.packed:
         layout = rows.key_layout
-        axis = 3 if layout.per_channel else 2
-        keys = _cut(rows.keys, tile.start, tile.packed_end, rows.packed, axis)
+        keys = _part(rows.keys, tile.start, tile.packed_end, rows.packed, 3 if layout.per_channel else 2)
         parts.append(_product(queries.rotated, keys, layout, transposed=not layout.per_channel))
-    if rows.tail_keys is not None and tile.end > tile.packed_end:
-        keys = _cut([rows.tail_keys], tile.packed_end - rows.packed, tile.end - rows.packed, rows.dense, 2)[0]
-        parts.append(queries.plain @ keys.swapaxes(-1, -2))
+    if tile.dense:
+        (dense,) = _part(rows.tail[:1], *rows.in_tail(tile), 2)
+        parts.append(queries.plain @ dense.swapaxes(-1, -2))
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
 
 def _weighted(weights: mx.array, rows: _Rows, tile: _Tile) -> mx.array:
     """Sums (B, H, G·n, Dv) of the values of a tile, weighted by (B, H, G·n, t)."""
     parts = []
-    if tile.packed and rows.values is not None:
-        values = _cut(rows.values, tile.start, tile.packed_end, rows.packed, 2)
-        of_packed = weights if tile.packed == weights.shape[-1] else weights[..., : tile.packed]
+    if tile.packed:
+        values = _part(rows.values, tile.start, tile.packed_end, rows.packed, 2)
+        of_packed = weights[..., : tile.packed] if tile.dense else weights
         out = _product(of_packed, values, rows.value_layout, transposed=False)
         parts.append(_unrotated(out) if rows.value_layout.rotated else out)
-    if rows.tail_values is not None and tile.end > tile.packed_end:
-        values = _cut(
-            [rows.tail_values], tile.packed_end - rows.packed, tile.end - rows.packed, rows.dense, 2
-        )[0]
-        parts.append(weights[..., tile.packed :] @ values)
+    if tile.dense:
+        (dense,) = _part(rows.tail[1:], *rows.in_tail(tile), 2)
+        parts.append(weights[..., tile.packed :] @ dense)
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
-def _product(x: mx.array, encoded: Sequence[mx.array], layout: PackedLayout, transposed: bool) -> mx.array:
+def _product(x: mx.array, encoded: Encoded, layout: PackedLayout, transposed: bool) -> mx.array:
     """``x·w``, or ``x·wᵀ`` if ``transposed``, with w the matrix that is packed."""
     codes, scales, biases = encoded
-    how = {"group_size": layout.group_size, "bits": layout.bits}
     if _decodes(x.shape[-2], transposed):
-        w = mx.dequantize(codes, scales, biases, **how)
+        w = mx.dequantize(codes, scales, biases, group_size=layout.group_size, bits=layout.bits)
         return x @ (w.swapaxes(-1, -2) if transposed else w)
-    return mx.quantized_matmul(x, codes, scales, biases, transpose=transposed, **how)
+    return mx.quantized_matmul(
+        x, codes, scales, biases, transpose=transposed, group_size=layout.group_size, bits=layout.bits
+    )
 
 
-def _cut(arrays: Sequence[mx.array], start: int, end: int, rows: int, axis: int) -> Sequence[mx.array]:
+def _part(arrays: Encoded, start: int, end: int, rows: int, axis: int) -> Encoded:
     """Rows from ``start`` to ``end`` of arrays that hold ``rows`` rows along ``axis``."""
     if start == 0 and end == rows:
         return arrays
     ends = [(a.shape[axis] * start // rows, a.shape[axis] * end // rows) for a in arrays]
     if axis == 2:
-        return [a[:, :, i:j] for a, (i, j) in zip(arrays, ends, strict=True)]
-    return [a[..., i:j] for a, (i, j) in zip(arrays, ends, strict=True)]
+        return tuple(a[:, :, i:j] for a, (i, j) in zip(arrays, ends, strict=True))
+    return tuple(a[..., i:j] for a, (i, j) in zip(arrays, ends, strict=True))
 
 
 def _unrotated(rows: mx.array) -> mx.array:
