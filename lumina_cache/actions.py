@@ -10,6 +10,7 @@ Four families (allocate, reclaim, compress, offload), composites of them, plans 
     evict:keydiff@rows=2048,sinks=4,recent=64   keep 2,048 rows; sinks first and recent last ones are protected
     quant:affine,bits=4,group=64             re-encode rows as packed 4-bit codes in groups of 64
     quant:kivi,kbits=3,vbits=4,group=32      separate bits for keys and values
+    quant:hadamard,bits=4,group=64,residual=64   the 64 newest rows stay dense
     merge:minicache                          share the rows of neighbouring layers
     offload:layers=0-7                       move whole layers to disk
     offload:cold@0.50                        keep half of the rows in memory, move the oldest to disk
@@ -27,6 +28,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .backend.capabilities import DENSE_REENCODE, RAGGED_LAYERS, Capability, Rung, packed_attention
+from .codecs import CODECS, Layout
 from .errors import ActionSyntaxError
 from .methods import METHODS, Method, methods_of
 
@@ -46,7 +48,9 @@ __all__ = [
     "Reclaim",
     "Reserve",
     "action_space",
+    "evicts",
     "parse_action",
+    "singles",
 ]
 
 #: Changes whenever :func:`action_space` returns another list for the same arguments.
@@ -161,6 +165,8 @@ class Evict(Action):
     """Keep a share (``ratio`` of the rows held) or a number (``rows``) of each layer's rows; drop the rest.
 
     The ``sinks`` first and the ``recent`` last rows are always kept. Exactly one of ``ratio`` and ``rows`` is given.
+    ``slack`` is for an eviction that is repeated while tokens come: rows may grow by as many beyond ``rows`` before it
+    acts again, so that the copy is paid once in ``slack`` tokens. ``seed`` chooses among the draws of a random scorer.
     """
 
     scorer: str
@@ -168,11 +174,14 @@ class Evict(Action):
     rows: int | None = None
     sinks: int = DEFAULT_SINKS
     recent: int = 0
+    slack: int = 0
+    seed: int = 0
 
     def __post_init__(self) -> None:
         _known("evict", self.scorer)
         _one_of_ratio_and_rows(f"evict:{self.scorer}", self.ratio, self.rows)
-        for name, value in (("sinks", self.sinks), ("recent", self.recent)):
+        for name in ("sinks", "recent", "slack", "seed"):
+            value = getattr(self, name)
             if value < 0:
                 raise ActionSyntaxError(f"evict:{self.scorer}: {name}={value} must not be negative")
 
@@ -188,21 +197,32 @@ class Evict(Action):
     def __str__(self) -> str:
         keep = _ratio_text(self.ratio) if self.ratio is not None else f"rows={self.rows}"
         sinks = "" if self.sinks == DEFAULT_SINKS else f",sinks={self.sinks}"
-        recent = f",recent={self.recent}" if self.recent else ""
-        return f"evict:{self.scorer}@{keep}{sinks}{recent}"
+        more = "".join(f",{n}={v}" for n in ("recent", "slack", "seed") if (v := getattr(self, n)))
+        return f"evict:{self.scorer}@{keep}{sinks}{more}"
 
 
 @dataclass(frozen=True)
 class Quantize(Action):
-    """Re-encode all rows with a codec: ``key_bits`` and ``value_bits`` per element, groups of ``group_size`` elements."""
+    """Re-encode all rows with a codec: ``key_bits`` and ``value_bits`` per element, groups of ``group_size`` elements.
+
+    ``residual`` newest rows (tokens) stay dense; None for as many as the codec's own method has.
+    """
 
     codec: str
     key_bits: int
     value_bits: int
     group_size: int = 64
+    residual: int | None = None
 
     def __post_init__(self) -> None:
         _known("quant", self.codec)
+        if self.residual is not None and self.residual < 0:
+            raise ActionSyntaxError(f"quant:{self.codec}: residual={self.residual} must not be negative")
+        if self.residual and self.codec == "affine":
+            raise ActionSyntaxError(
+                f"quant:affine: residual={self.residual}, but mlx-lm's packed attention takes no dense rows beside "
+                "packed ones; use affine_fetch"
+            )
         for name, value, allowed in (
             ("kbits", self.key_bits, self.method.bits),
             ("vbits", self.value_bits, self.method.bits),
@@ -231,7 +251,17 @@ class Quantize(Action):
             bits = f"bits={self.key_bits}"
         else:
             bits = f"kbits={self.key_bits},vbits={self.value_bits}"
-        return f"quant:{self.codec},{bits},group={self.group_size}"
+        residual = "" if self.residual is None else f",residual={self.residual}"
+        return f"quant:{self.codec},{bits},group={self.group_size}{residual}"
+
+    @property
+    def layout(self) -> Layout | None:
+        """How rows are stored afterwards; None for a codec that this version of the library has no code for."""
+        family = CODECS.get(self.codec)
+        if family is None:
+            return None
+        keys, values = family.make(self.key_bits, self.value_bits, self.group_size)
+        return Layout(keys, values, family.residual if self.residual is None else self.residual)
 
 
 @dataclass(frozen=True)
@@ -372,6 +402,18 @@ class Plan(Action):
         return ";".join(f"{_range_text(layers)}:{action}" for layers, action in self.assignments)
 
 
+def singles(action: Action) -> tuple[Action, ...]:
+    """Every single action in ``action``, those of a plan included."""
+    if isinstance(action, Plan):
+        return tuple(part for _, assigned in action.assignments for part in assigned.parts)
+    return action.parts
+
+
+def evicts(action: Action) -> bool:
+    """Whether rows are dropped by ``action``."""
+    return any(isinstance(part, Evict) for part in singles(action))
+
+
 def action_space(
     *,
     ratios: Iterable[float] = DEFAULT_RATIOS,
@@ -487,24 +529,24 @@ def _parse_evict(scorer: str, args: str | None, whole: str) -> Evict:
     given: dict[str, int] = {}
     for arg in _split(args):
         if "=" in arg:
-            _put(given, arg, ("rows", "sinks", "recent"), whole)
+            _put(given, arg, ("rows", "sinks", "recent", "slack", "seed"), whole)
         elif ratio is None:
             ratio = _ratio(arg, whole)
         else:
             raise ActionSyntaxError(f"{whole!r}: {arg!r} is a second ratio")
-    sinks = given.get("sinks", DEFAULT_SINKS)
-    return Evict(scorer, ratio=ratio, rows=given.get("rows"), sinks=sinks, recent=given.get("recent", 0))
+    return Evict(scorer, ratio, **given)
 
 
 def _parse_quant(codec: str, args: str | None, whole: str) -> Quantize:
     given: dict[str, int] = {}
     for arg in _split(args):
-        _put(given, arg, ("bits", "kbits", "vbits", "group"), whole)
+        _put(given, arg, ("bits", "kbits", "vbits", "group", "residual"), whole)
     key_bits, value_bits = given.get("kbits", given.get("bits")), given.get("vbits", given.get("bits"))
     if key_bits is None or value_bits is None:
         raise ActionSyntaxError(f"{whole!r}: give bits=N, or kbits=N and vbits=N")
     groups = METHODS["quant", codec].groups
-    return Quantize(codec, key_bits, value_bits, given.get("group", 64 if 64 in groups else groups[0]))
+    group = given.get("group", 64 if 64 in groups else groups[0])
+    return Quantize(codec, key_bits, value_bits, group, given.get("residual"))
 
 
 def _parse_offload(how: str, mark: str | None, args: str | None, whole: str) -> Offload:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from .actions import Action, Evict, Keep, Plan, Quantize, Reclaim
-from .codecs import CODECS, Affine
+from .actions import Action, Evict, Keep, Offload, Plan, Quantize, Reclaim, Reserve, singles
+from .codecs import CODECS
 from .errors import ActionInfeasibleError, EngagementError
-from .estimate import Held, after_action, nbytes_allocated, nbytes_live
-from .layers import ArraysCache, ChunkedKVCache, KVCache, ManagedLayer, RotatingKVCache
+from .estimate import Held, after_action, applies, nbytes_allocated, nbytes_live, rows_to_disk
+from .evict import Pinned, evict
+from .layers import ArraysCache, ChunkedKVCache, KVCache, ManagedLayer, RotatingKVCache, RowLayer
 from .scorers import SCORERS
+
+if TYPE_CHECKING:
+    from .disk import DiskStore
 
 __all__ = ["Applied", "Footprint", "execute", "held", "held_all", "not_built", "opaque_nbytes"]
 
@@ -54,35 +58,36 @@ def held(layer: Any) -> Held:
     name = getattr(layer, "name", type(layer).__name__)
     if isinstance(layer, ArraysCache):
         return Held(name, "not_kv", fixed_nbytes=layer.nbytes_allocated, index=layer.index)
-    if not isinstance(layer, ManagedLayer):
+    if not isinstance(layer, RowLayer):
         return Held(name, "opaque", fixed_nbytes=opaque_nbytes(layer))
-    if layer.keys is None:
+    shapes = layer.shapes
+    if shapes is None:
         return Held(name, layer.kind, max_size=_limit(layer), offset=layer.offset, index=layer.index)
-    keys, values = layer.keys, layer.values
-    codec = layer.codec
-    if isinstance(codec, Affine):
-        per_code = 32 // codec.bits if 32 % codec.bits == 0 else 0
-        key_width = _width(keys[0]) * per_code if per_code else _width(keys[0]) * 32 // codec.bits
-        value_width = _width(values[0]) * per_code if per_code else _width(values[0]) * 32 // codec.bits
-        itemsize, bits, group, capacity = keys[1].dtype.size, codec.bits, codec.group_size, keys[0].shape[2]
-    else:
-        key_width, value_width = _width(keys), _width(values)
-        itemsize, bits, group, capacity = keys.dtype.size, None, 0, keys.shape[2]
     return Held(
         name,
         layer.kind,
         rows=layer.rows,
-        capacity=capacity,
+        capacity=layer.capacity,
         offset=int(layer.offset),
-        key_width=key_width,
-        value_width=value_width,
-        itemsize=itemsize,
-        bits=bits,
-        group_size=group,
+        key_width=shapes[0][0] * shapes[0][1],
+        value_width=shapes[1][0] * shapes[1][1],
+        itemsize=layer.itemsize,
+        layout=layer.layout,
+        heads=shapes[0][0],
         max_size=_limit(layer),
         keep=layer.keep if isinstance(layer, RotatingKVCache) else 0,
         index=layer.index,
+        evicted=layer.evicted,
+        **_parts_of(layer),
     )
+
+
+def _parts_of(layer: RowLayer) -> dict[str, int]:
+    store = layer.store if isinstance(layer, KVCache) else None
+    if store is None:
+        return {}
+    room = store.layout.tail_capacity if store.tail_keys is not None else 0
+    return {"tail": store.tail, "tail_capacity": room, "on_disk": store.on_disk}
 
 
 def _limit(layer: ManagedLayer) -> int:
@@ -96,18 +101,25 @@ def held_all(layers: Iterable[Any]) -> tuple[Held, ...]:
     return tuple(held(layer) for layer in layers)
 
 
-def execute(layers: Sequence[Any], action: Action) -> Applied:
+def execute(
+    layers: Sequence[Any], action: Action, *, pinned: Pinned = (), disk: DiskStore | None = None
+) -> Applied:
     """Carry out ``action`` on every layer it applies to and check that it took hold.
 
     Layer by layer: new buffers are evaluated and the old ones dropped before the next layer is touched, so that the
     transient is one layer, not all. Afterwards MLX's buffer pool is returned.
 
+    Args:
+        pinned: ranges of absolute positions (first, end) whose rows are not evicted.
+        disk: where rows are written to; needed only to offload.
+
     Raises:
         ActionInfeasibleError: this library has no code for the action; nothing was changed.
+        DiskTierError: rows could not be written to, or read back from, their file; layers before that one are changed.
         EngagementError: the bytes or rows afterwards are not those that were asked for.
     """
     _check_executable(action)
-    targets = [layer for layer in layers if isinstance(layer, KVCache) and layer.rows > 0]
+    targets = [layer for layer in layers if isinstance(layer, RowLayer) and layer.rows > 0]
     # Whatever the model still owes these arrays is computed first, in the model's own order: converting a layer whose
     # inputs are unevaluated would keep the old buffers of all layers before it alive.
     mx.eval([(layer.keys, layer.values) for layer in targets])
@@ -116,9 +128,8 @@ def execute(layers: Sequence[Any], action: Action) -> Applied:
     before = Footprint.of(layers)
     predicted = after_action(asked, action)
     rows_before = max((one.rows for one in asked if one.kind == "kv"), default=0)
-    for part in action.parts:
-        for layer in targets:
-            _act(layer, part)
+    for layer, part in _in_order(targets, action):
+        _act(layer, part, pinned, disk)
     mx.clear_cache()
     observed = held_all(layers)
     after = Footprint.of(layers)
@@ -136,13 +147,23 @@ def execute(layers: Sequence[Any], action: Action) -> Applied:
     )
 
 
+def _in_order(targets: Sequence[RowLayer], action: Action) -> Iterator[tuple[RowLayer, Action]]:
+    """Part by part and within it layer by layer: all layers are smaller before the next part needs memory."""
+    if isinstance(action, Plan):
+        for layer in targets:
+            for part in action.for_layer(layer.index).parts:
+                yield layer, part
+        return
+    for part in action.parts:
+        for layer in targets:
+            yield layer, part
+
+
 def not_built(action: Action) -> str | None:
     """Why this version of the library cannot carry ``action`` out whatever the backend; None if it can."""
-    if isinstance(action, Plan):
-        return "plans by layer"
-    for part in action.parts:
+    for part in singles(action):
         match part:
-            case Keep() | Reclaim():
+            case Keep() | Reclaim() | Reserve():
                 continue
             case Evict():
                 if part.scorer not in SCORERS:
@@ -150,8 +171,10 @@ def not_built(action: Action) -> str | None:
             case Quantize():
                 if part.codec not in CODECS:
                     return f"the codec {part.codec}"
-                if part.key_bits != part.value_bits:
-                    return "different bits for keys and values"
+            case Offload(how="layers" | "cold"):
+                continue
+            case Offload():
+                return f"offload:{part.how}"
             case _:
                 return str(part).partition(":")[0]
     return None
@@ -163,34 +186,47 @@ def _check_executable(action: Action) -> None:
         raise ActionInfeasibleError(f"{action}: this version of lumina_cache has no code for {missing}")
 
 
-def _act(layer: KVCache, action: Action) -> None:
+def _act(layer: RowLayer, action: Action, pinned: Pinned, disk: DiskStore | None) -> None:
+    if not applies(held(layer), action):
+        return
+    if isinstance(action, Quantize):
+        _reencode(layer, action)
+        return
+    assert isinstance(layer, KVCache)
     match action:
-        case Keep():
-            pass
         case Reclaim():
             layer.compact()
+        case Reserve():
+            layer.reserve(action.rows)
         case Evict():
-            kept = action.rows_kept(layer.rows)
-            if kept < layer.rows:
-                layer.gather(SCORERS[action.scorer].keep(layer.rows, kept, action.sinks))
-        case Quantize():
-            layer.reencode(CODECS[action.codec](action.key_bits, action.group_size))
+            evict(layer, action, pinned)
+        case Offload():
+            if disk is None:
+                raise ActionInfeasibleError(
+                    f"{action}: this cache has no disk tier; give LuminaCache(disk=…)"
+                )
+            if action.layers is None or action.layers[0] <= layer.index <= action.layers[1]:
+                store = layer.own_store()
+                rows = rows_to_disk(action, store.on_disk + store.sealed, store.layout.block)
+                layer.offload(disk, rows)
+
+
+def _reencode(layer: RowLayer, action: Quantize) -> None:
+    assert action.layout is not None
+    assert isinstance(layer, KVCache | RotatingKVCache | ChunkedKVCache)
+    if 0.0 in layer.reencode(action.layout):
+        raise EngagementError(
+            f"{action}: {layer.name} gives back exactly the rows that it was given, which no code of "
+            f"{action.key_bits} and {action.value_bits} bits can do: nothing was encoded"
+        )
 
 
 def _check_engaged(action: Action, predicted: Sequence[Held], observed: Sequence[Held]) -> None:
     for want, got in zip(predicted, observed, strict=True):
-        if (want.rows, want.capacity, want.bits) != (got.rows, got.capacity, got.bits):
-            raise EngagementError(
-                f"{action}: {got.name} should hold {want.rows} rows in {want.capacity} at "
-                f"{want.bits or 'dense'} bits, but holds {got.rows} in {got.capacity} at {got.bits or 'dense'}"
-            )
+        if replace(want, name=got.name) != got:
+            raise EngagementError(f"{action}: {got.name} should hold {want} but holds {got}")
         if (nbytes_allocated([want]), nbytes_live([want])) != (nbytes_allocated([got]), nbytes_live([got])):
             raise EngagementError(f"{action}: {got.name} should take {want} but takes {got}")
-
-
-def _width(rows: mx.array) -> int:
-    batch, heads, _, dim = rows.shape
-    return int(batch * heads * dim)
 
 
 def opaque_nbytes(entry: Any) -> int:

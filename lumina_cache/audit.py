@@ -76,6 +76,8 @@ EVENTS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
             ),
             "budget": _field("budget in bytes", int, unknown=True),
             "policy": _field("who decides", str, unknown=True),
+            "plan": _field("text form of the fixed plan", str, unknown=True),
+            "protect": _field("ranges of positions that are not evicted, end excluded", list),
             "copied_from": _field("id of the cache that this one is a copy of", str, unknown=True),
             "telemetry": _field("machine snapshot", dict, unknown=True),
             "unknown": _field("why each null above is null", dict),
@@ -103,12 +105,20 @@ EVENTS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
         },
         "action.applied": {
             "action": _field("text form", str),
-            "origin": _field("policy, caller, or kv_bits", str),
+            "origin": _field("policy, caller, plan, or kv_bits", str),
             "decision": _field("number of the decision behind it", int, unknown=True),
             "execution_state": _field("always real: it ran and was checked", str),
             "layers_changed": _field("names of the layers whose storage changed", list),
             "rows_before": _field("most rows per layer before", int),
             "rows_after": _field("most rows per layer after", int),
+            "lossy": _field("whether attention may see something else than the full cache from now on", bool),
+            "lowest_bits": _field(
+                "fewest bits per element that any row was ever stored with; null: none was encoded",
+                int,
+                unknown=True,
+            ),
+            "rows_evicted": _field("most rows that any layer has lost so far", int),
+            "disk_bytes_written": _field("bytes that this action wrote to disk", int),
             "predicted_live": _field("live bytes asked for", int),
             "predicted_allocated": _field("allocated bytes asked for", int),
             "before": _field("bytes before: live, allocated, active, pool", dict),
@@ -117,7 +127,7 @@ EVENTS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
         },
         "action.refused": {
             "action": _field("text form", str),
-            "origin": _field("policy, caller, or kv_bits", str),
+            "origin": _field("policy, caller, plan, or kv_bits", str),
             "execution_state": _field("always backend_infeasible: no measurement", str),
             "layers": _field("names of the layers concerned; empty for all", list),
             "reasons": _field("why", list),
@@ -127,6 +137,15 @@ EVENTS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
             "snapshot": _field(
                 "the machine, when pressure, heat, power or swapping changed", dict, unknown=True
             ),
+        },
+        "session.suspended": {
+            "nbytes": _field("bytes of the arrays that were moved to the file", int),
+            "disk_bytes_written": _field("bytes written", int),
+            "seconds": _field("time it took", *_NUMBER),
+        },
+        "session.resumed": {
+            "nbytes": _field("bytes of the arrays that were read back", int),
+            "seconds": _field("time it took", *_NUMBER),
         },
         "warning": {
             "code": _field("for programs", str),

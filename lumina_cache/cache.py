@@ -18,8 +18,10 @@ from .audit import AuditLog
 from .backend.interface import check_interface
 from .budget import format_bytes, parse_bytes
 from .controller import Controller, smallest_budget
+from .disk import DiskStore
 from .errors import BudgetError, UnsupportedCacheError
 from .estimate import after_append, emptied, merge_equal, nbytes_allocated
+from .evict import Pinned
 from .export import to_mlx
 from .layers import ManagedLayer, adopt, leaves, managed
 from .policy import LeastLoss, Policy
@@ -87,11 +89,17 @@ class LuminaCache(list[Any]):
         log: path of the audit log, True for a new file in the user's state directory, None to keep the last 1,000
             records in memory only (:attr:`log` ``.records``).
         draft_model: for speculative decoding, the draft model; the joint cache is then what mlx-lm expects.
+        plan: an action (or its text) decided beforehand, instead of a budget: carried out when the prompt is over, and
+            evictions to a number of rows again and again from then on; see :mod:`lumina_cache.standing`.
+        protect: ranges of positions, such as ``range(0, 120)`` for a system prompt, whose rows are never evicted.
+        disk: where rows may be moved to: True for the user's cache directory, a path, or a
+            :class:`~lumina_cache.disk.DiskStore` (which can be given limits). None: nothing is written.
         horizon: how many tokens the caller expects this cache to see in all (prompt, generated and drafted ones); None
             if not known. Used to say early whether rows may have to be evicted (or a sliding window may wrap), which
             speculative decoding and prefix reuse need to know.
 
     Raises:
+        ActionInfeasibleError: the plan can never be carried out with this model.
         BackendInterfaceError: the installed mlx-lm is not one whose interface is known.
         BudgetError: the budget cannot be read, or is smaller than the smallest that can be held for this model.
         UnsupportedCacheError: the model's cache cannot be managed (batched caches), or cannot be joined with a draft's.
@@ -109,9 +117,14 @@ class LuminaCache(list[Any]):
         log: str | os.PathLike[str] | bool | None = None,
         draft_model: Any | None = None,
         horizon: int | None = None,
+        plan: Action | str | None = None,
+        protect: range | Iterable[range] = (),
+        disk: DiskStore | str | os.PathLike[str] | bool | None = None,
     ) -> None:
         check_interface()
         super().__init__()
+        standing = parse_action(plan) if isinstance(plan, str) else plan
+        _check_standing(standing, budget, draft_model)
         nbytes = None if budget is None else parse_bytes(budget)
         models = [model] if draft_model is None else [model, draft_model]
         made = [stock.make_prompt_cache(m) for m in models]
@@ -129,6 +142,9 @@ class LuminaCache(list[Any]):
             read_machine=_reader(telemetry, audit),
             log=audit,
             horizon=horizon,
+            plan=standing,
+            protect=_ranges(protect),
+            disk=_disk(disk),
         )
         for name, entries in zip(("model", "draft"), made, strict=False):
             steps = StepTracker(self._control, name)
@@ -139,6 +155,7 @@ class LuminaCache(list[Any]):
         self._note_entries()
         if nbytes is not None and self._control.policy is not None:
             self._check_budget(nbytes)
+        self._control.check_plan()
         self._control.log_start()
 
     # -- what the cache tells ---------------------------------------------------------------------------------------
@@ -155,7 +172,9 @@ class LuminaCache(list[Any]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for all entries, growth slack included."""
+        """Bytes allocated for all entries, growth slack included; 0 while suspended."""
+        if self.suspended:
+            return 0
         return sum(
             int(entry.nbytes) if isinstance(entry, ManagedLayer) else opaque_nbytes(entry) for entry in self
         )
@@ -218,6 +237,38 @@ class LuminaCache(list[Any]):
             EngagementError: the action ran, but rows or bytes are not those asked for.
         """
         return self._control.apply(parse_action(action) if isinstance(action, str) else action)
+
+    def protect(self, *positions: range) -> None:
+        """Keep the rows of these positions from eviction, from now on, beside those protected already.
+
+        Raises:
+            UnsupportedCacheError: something that is not a range of positions in steps of one.
+        """
+        self._control.protect = (*self._control.protect, *_ranges(positions))
+
+    def suspend(self) -> int:
+        """Move everything that the cache holds to a file, for the time between two turns; returns the bytes freed.
+
+        Any use of the cache brings it back, as does :meth:`resume`.
+
+        Raises:
+            ActionInfeasibleError: the cache was given no disk, or the model is inside a step.
+            DiskTierError: the file could not be written; the cache is as it was.
+        """
+        return self._control.suspend()
+
+    def resume(self) -> None:
+        """Bring back what :meth:`suspend` moved to a file.
+
+        Raises:
+            DiskTierError: the file is gone, or is not what was written; the cache stays suspended.
+        """
+        self._control.resume()
+
+    @property
+    def suspended(self) -> bool:
+        """Whether everything is in a file."""
+        return self._control.suspended is not None
 
     def to_mlx(self, *, decode: bool = False) -> list[Any]:
         """The same contents as plain mlx-lm cache objects, for ``save_prompt_cache`` or code that does not know us.
@@ -341,6 +392,36 @@ class LuminaCache(list[Any]):
                 f"a budget of {format_bytes(nbytes)} cannot be held: the smallest that works for this model is "
                 f"{smallest} bytes ({format_bytes(smallest)})"
             )
+
+
+def _check_standing(plan: Action | None, budget: object, draft_model: object) -> None:
+    if plan is None:
+        return
+    if budget is not None:
+        raise UnsupportedCacheError(f"plan {plan} beside a budget of {budget}: give one of them")
+    if draft_model is not None:
+        raise UnsupportedCacheError(
+            f"plan {plan} with a draft model: a plan acts when the prompt is over, which cannot be told from steps that "
+            "try several tokens at once; call apply() yourself"
+        )
+
+
+def _ranges(protect: range | Iterable[range]) -> Pinned:
+    ranges = [protect] if isinstance(protect, range) else list(protect)
+    for one in ranges:
+        if not isinstance(one, range) or one.step != 1 or one.start < 0:
+            raise UnsupportedCacheError(
+                f"protect: {one!r} is not a range of positions in steps of one, such as range(0, 120)"
+            )
+    return tuple((one.start, one.stop) for one in ranges if len(one))
+
+
+def _disk(disk: DiskStore | str | os.PathLike[str] | bool | None) -> DiskStore | None:
+    if disk is None or disk is False:
+        return None
+    if isinstance(disk, DiskStore):
+        return disk
+    return DiskStore(None if disk is True else disk, max_bytes=None, total_max_bytes=None)
 
 
 def _policy(policy: Policy | str | None, budget: int | None) -> Policy | None:

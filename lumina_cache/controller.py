@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -14,15 +15,16 @@ from typing import Any
 import mlx.core as mx
 
 from ._version import __version__
-from .actions import ACTION_SPACE_VERSION, Action, Evict, Keep, Quantize
+from .actions import ACTION_SPACE_VERSION, Action, Evict, Keep, Quantize, evicts, singles
 from .apply import Applied, Footprint, execute, held_all
 from .audit import AuditLog
-from .backend.capabilities import ROW_GATHER, BackendProfile, packed_attention
-from .backend.feasibility import Reason, classify
+from .backend.capabilities import DISK_TIER, ROW_GATHER, BackendProfile, Outcome, packed_attention
+from .backend.feasibility import Reason, Verdict, classify
 from .backend.interface import mlx_lm_version, mlx_version
 from .backend.probe import ModelProbe, probe_packed, remembered_probe
 from .budget import format_bytes
-from .codecs import Affine
+from .codecs import Affine, Layout
+from .disk import DiskStore
 from .errors import ActionInfeasibleError, BudgetError, LuminaError, LuminaWarning
 from .estimate import (
     Held,
@@ -34,10 +36,13 @@ from .estimate import (
     nbytes_live,
     tokens_without_growth,
 )
+from .evict import Pinned
 from .fingerprint import remembered_fingerprint
 from .layers import KVCache, ManagedLayer, RotatingKVCache
 from .policy import Candidate, Decision, Policy, State, candidates_for, weigh
+from .standing import StandingPlan
 from .steps import StepTracker
+from .suspend import Suspended, suspend
 from .telemetry import Snapshot
 
 __all__ = ["Controller", "smallest_budget"]
@@ -72,6 +77,9 @@ class Controller:
         read_machine: Callable[[], Snapshot | None],
         log: AuditLog,
         horizon: int | None,
+        plan: Action | None = None,
+        protect: Pinned = (),
+        disk: DiskStore | None = None,
     ) -> None:
         self.models = models
         self.budget = budget
@@ -79,6 +87,10 @@ class Controller:
         self.read_machine = read_machine
         self.log = log
         self.horizon = horizon
+        self.plan = None if plan is None else StandingPlan(plan)
+        self.protect = protect
+        self.disk = disk
+        self.suspended: Suspended | None = None
         self.trackers: list[StepTracker] = []
         self.speculative = len(models) > 1
         self.probes: dict[int, ModelProbe] = {}
@@ -100,9 +112,13 @@ class Controller:
     # -- StepListener: the hot path ---------------------------------------------------------------------------------
 
     def step_begins(self, steps: StepTracker, tokens: int) -> None:
+        if self.suspended is not None:
+            self.resume()
         self.log.count_step(tokens)
         if self._pending or self._callers:
             self._settle(steps)
+        if self.plan is not None and steps is self.trackers[0]:
+            self._follow_plan(steps, self.plan, tokens)
         if self.policy is not None:
             self._slack -= tokens
             if tokens > 1 or self._slack < 0 or self._unchecked:
@@ -111,6 +127,8 @@ class Controller:
         self._note_step(steps)
 
     def step_began(self, steps: StepTracker, tokens: int) -> None:
+        if self.suspended is not None:
+            self.resume()
         self.log.count_step(tokens)
         if self.policy is not None:
             self._slack -= tokens
@@ -125,6 +143,8 @@ class Controller:
     def touched(self, steps: StepTracker) -> None:
         if self._acting:
             return
+        if self.suspended is not None:
+            self.resume()
         if self._pending or self._callers:
             self._settle(steps)
         if self._unchecked:
@@ -138,6 +158,8 @@ class Controller:
             # Speculation takes rows back, and a window that has wrapped cannot give back what it overwrote. The answer
             # may not change on the way: mlx-lm asks at the start and goes on when a later attempt is refused.
             return self.speculative and (self.horizon is None or self.horizon >= layer.max_size)
+        if self.plan is not None and layer.kind == "kv" and evicts(self.plan.action):
+            return True
         if self.policy is None or self.budget is None or self.speculative or layer.kind != "kv":
             return False
         if not self.profile(steps).has(ROW_GATHER):
@@ -159,7 +181,7 @@ class Controller:
             done = _CallerConversion(action, Footprint.of(self._objects(steps)), self._unmerged(steps), [])
             self._callers[steps] = done
         start = time.perf_counter()
-        layer.reencode(codec)
+        layer.reencode(Layout.both(codec))
         done.layers.append(layer.name)
         done.seconds += time.perf_counter() - start
 
@@ -202,7 +224,10 @@ class Controller:
             read_machine=self.read_machine,
             log=self.log.copy(),
             horizon=self.horizon,
+            protect=self.protect,
+            disk=self.disk,
         )
+        new.plan = copy.copy(self.plan)
         memo[id(self)] = new
         new.speculative = self.speculative
         new.probes = dict(self.probes)
@@ -239,7 +264,12 @@ class Controller:
             self._acting = before
 
     def profile(self, steps: StepTracker) -> BackendProfile:
-        return self.probe(steps).profile
+        """What the model can do with this cache: what its probe found, and whether the cache was given a disk."""
+        profile = self.probe(steps).profile
+        here = Outcome(True) if self.disk is not None else _NO_DISK
+        if profile.outcomes.get(DISK_TIER) == here:
+            return profile
+        return replace(profile, outcomes={**profile.outcomes, DISK_TIER: here})
 
     def apply(self, action: Action) -> Applied | None:
         """Carry out ``action`` on the model's layers now, or at the next step boundary (then None is returned).
@@ -254,6 +284,60 @@ class Controller:
         self._settle(steps)
         self._require_feasible(steps, action)
         return self._execute(steps, action, "caller", None)
+
+    def check_plan(self) -> None:
+        """Refuse a plan that can never be carried out, before the first token.
+
+        Raises:
+            ActionInfeasibleError: with every reason.
+        """
+        if self.plan is None:
+            return
+        steps = self.trackers[0]
+        self._probe_codecs(steps, self.plan.action)
+        verdict = classify([self.plan.action], self.profile(steps), self.probe(steps).layers)[0]
+        against = [r for r in verdict.reasons if r.code not in _ABOUT_ROWS]
+        if against:
+            raise ActionInfeasibleError(
+                f"plan {self.plan.action} cannot be executed: " + "; ".join(r.text for r in against)
+            )
+
+    def suspend(self) -> int:
+        """Move everything that the layers hold to one file; returns the bytes that this freed."""
+        steps = self.trackers[0]
+        if self.suspended is not None:
+            return 0
+        if self.disk is None:
+            raise ActionInfeasibleError(f"suspend: {_NO_DISK.reason}")
+        if not all(t.at_boundary for t in self.trackers):
+            raise ActionInfeasibleError("suspend: the model is inside a step; call it between two steps")
+        self._settle(steps)
+        start, written = time.perf_counter(), self.disk.bytes_written_total
+        with self._busy():
+            self.suspended = suspend([e for t in self.trackers for e in self._objects(t)], self.disk)
+        mx.clear_cache()
+        self.log.write(
+            "session.suspended",
+            nbytes=self.suspended.block.nbytes,
+            disk_bytes_written=self.disk.bytes_written_total - written,
+            seconds=time.perf_counter() - start,
+        )
+        return self.suspended.block.nbytes
+
+    def resume(self) -> None:
+        """Put back what :meth:`suspend` took out. Any use of the cache does so by itself.
+
+        Raises:
+            DiskTierError: the file is gone, or is not what was written; the cache stays suspended.
+        """
+        suspended = self.suspended
+        if suspended is None:
+            return
+        start = time.perf_counter()
+        with self._busy():
+            suspended.resume()
+        self.suspended = None
+        self.log.write("session.resumed", nbytes=suspended.block.nbytes, seconds=time.perf_counter() - start)
 
     def log_start(self, parent: Controller | None = None) -> None:
         """Write ``session.started``; a copy, whose layers are not there yet, describes its parent's."""
@@ -284,6 +368,8 @@ class Controller:
             },
             budget=self.budget,
             policy=None if self.policy is None else self.policy.name,
+            plan=None if self.plan is None else str(self.plan.action),
+            protect=[list(one) for one in self.protect],
             copied_from=None if parent is None else parent.log.cache_id,
             telemetry=None if machine is None else machine.to_record(),
             unknown=unknown,
@@ -319,6 +405,22 @@ class Controller:
                 self._warn("pending_action_failed", f"{action}: {error}")
             except Exception as error:  # whoever asked is long gone, and generation must not break
                 self._warn("pending_action_failed", f"{action}: {type(error).__name__}: {error}")
+
+    def _follow_plan(self, steps: StepTracker, plan: StandingPlan, tokens: int) -> None:
+        action = plan.due(tokens)
+        if action is None:
+            return
+        plan.acted()
+        self._probe_codecs(steps, action)
+        verdict = self._judge(steps, action)
+        against = [r for r in verdict.reasons if r.code not in _ABOUT_ROWS]
+        if verdict.feasible:
+            try:
+                self._execute(steps, action, "plan", None)
+            except Exception as error:  # generation must not break because an action did
+                self._warn("action_failed", f"{action}: {type(error).__name__}: {error}")
+        elif against:
+            self._refuse(action, "plan", against)
 
     def _hold_budget(self, beginning: StepTracker, tokens: int, trigger: str) -> None:
         """Predict the bytes after a step of ``tokens`` tokens of one of the models; if they pass the budget, decide.
@@ -416,7 +518,9 @@ class Controller:
     def _execute(self, steps: StepTracker, action: Action, origin: str, decision: int | None) -> Applied:
         try:
             with self._busy():
-                applied = execute(self._objects(steps), action)
+                written = 0 if self.disk is None else self.disk.bytes_written_total
+                applied = execute(self._objects(steps), action, pinned=self.protect, disk=self.disk)
+                written = 0 if self.disk is None else self.disk.bytes_written_total - written
         except ActionInfeasibleError as error:
             self.log.write(
                 "action.refused",
@@ -427,33 +531,48 @@ class Controller:
                 reasons=[Reason("missing_capability", str(error)).to_record()],
             )
             raise
-        for part in action.parts:
+        for part in singles(action):
             if isinstance(part, Evict) and applied.rows_after < applied.rows_before:
                 self.evicted_by = part.scorer
-        self._record_applied(applied, origin, decision)
+        self._record_applied(steps, applied, origin, decision, written)
         self._slack = -1
         return applied
 
     def _require_feasible(self, steps: StepTracker, action: Action) -> None:
-        for part in action.parts:
-            if isinstance(part, Quantize) and part.codec == "affine" and part.key_bits == part.value_bits:
-                self._probe_codec(steps, Affine(part.key_bits, part.group_size))
-        verdict = classify(
-            [action], self.profile(steps), self._layers(steps), rows_must_stay=self.speculative
-        )[0]
+        self._probe_codecs(steps, action)
+        verdict = self._judge(steps, action)
         if verdict.feasible:
             return
-        self.log.write(
-            "action.refused",
-            action=str(action),
-            origin="caller",
-            execution_state="backend_infeasible",
-            layers=[],
-            reasons=[r.to_record() for r in verdict.reasons],
-        )
+        self._refuse(action, "caller", verdict.reasons)
         raise ActionInfeasibleError(
             f"{action} cannot be executed: " + "; ".join(r.text for r in verdict.reasons)
         )
+
+    def _judge(self, steps: StepTracker, action: Action) -> Verdict:
+        layers = self._layers(steps)
+        return classify(
+            [action],
+            self.profile(steps),
+            layers,
+            rows_must_stay=self.speculative,
+            pinned=_held_within(self.protect, layers),
+        )[0]
+
+    def _refuse(self, action: Action, origin: str, reasons: Iterable[Reason]) -> None:
+        self.log.write(
+            "action.refused",
+            action=str(action),
+            origin=origin,
+            execution_state="backend_infeasible",
+            layers=[],
+            reasons=[r.to_record() for r in reasons],
+        )
+
+    def _probe_codecs(self, steps: StepTracker, action: Action) -> None:
+        """Make sure that the profile knows the packed layouts that ``action`` asks for."""
+        for part in singles(action):
+            if isinstance(part, Quantize) and part.codec == "affine" and part.key_bits == part.value_bits:
+                self._probe_codec(steps, Affine(part.key_bits, part.group_size))
 
     def _say_if_over(self, beginning: StepTracker, tokens: int) -> None:
         assert self.budget is not None
@@ -491,7 +610,9 @@ class Controller:
             mlx_peak=mx.get_peak_memory(),
         )
 
-    def _record_applied(self, applied: Applied, origin: str, decision: int | None) -> None:
+    def _record_applied(
+        self, steps: StepTracker, applied: Applied, origin: str, decision: int | None, written: int
+    ) -> None:
         self.log.write(
             "action.applied",
             action=str(applied.action),
@@ -501,6 +622,8 @@ class Controller:
             layers_changed=list(applied.layers_changed),
             rows_before=applied.rows_before,
             rows_after=applied.rows_after,
+            **_histories(steps),
+            disk_bytes_written=written,
             predicted_live=applied.predicted_live,
             predicted_allocated=applied.predicted_allocated,
             before=asdict(applied.before),
@@ -524,6 +647,8 @@ class Controller:
             layers_changed=done.layers,
             rows_before=rows,
             rows_after=rows,
+            **_histories(steps),
+            disk_bytes_written=0,
             predicted_live=nbytes_live(predicted),
             predicted_allocated=nbytes_allocated(predicted),
             before=asdict(done.before),
@@ -562,6 +687,28 @@ class Controller:
                 for one, like in zip(layers, probe.layers, strict=True)
             )
         return merge_equal(layers)
+
+
+_NO_DISK = Outcome(False, "this cache was given no disk; LuminaCache(…, disk=True) gives it one")
+
+#: Reasons that may be gone when there are more rows.
+_ABOUT_ROWS = ("too_few_rows", "nothing_to_change")
+
+
+def _held_within(pinned: Pinned, layers: tuple[Held, ...]) -> int:
+    """Rows that ``pinned`` keeps from eviction, of those seen so far."""
+    seen = max((one.offset for one in layers if one.changeable), default=0)
+    return len({p for first, end in pinned for p in range(first, min(end, seen))})
+
+
+def _histories(steps: StepTracker) -> dict[str, Any]:
+    """What was done to the rows of any layer for good."""
+    all_of_them = [layer.history for layer in steps.layers]
+    return {
+        "lossy": any(h.lossy for h in all_of_them),
+        "lowest_bits": min((h.lowest_bits for h in all_of_them if h.lowest_bits is not None), default=None),
+        "rows_evicted": max((h.evicted for h in all_of_them), default=0),
+    }
 
 
 def _shapes(layers: tuple[Held, ...]) -> list[dict[str, int | str]]:

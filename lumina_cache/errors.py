@@ -8,6 +8,12 @@ __all__ = [
     "AttentionInputError",
     "BackendInterfaceError",
     "BudgetError",
+    "DiskBudgetError",
+    "DiskCorruptError",
+    "DiskDirectoryError",
+    "DiskFormatError",
+    "DiskFullError",
+    "DiskTierError",
     "EngagementError",
     "EstimateInputError",
     "LogFormatError",
@@ -47,6 +53,30 @@ class ActionInfeasibleError(LuminaError):
 
 class AttentionInputError(LuminaError, ValueError):
     """Queries, rows or a mask whose shapes do not go together, or that no attention can be computed for."""
+
+
+class DiskTierError(LuminaError):
+    """Arrays could not be written to a file or read back. What was written before is as it was."""
+
+
+class DiskBudgetError(DiskTierError):
+    """Writing would exceed the bytes that one cache, or all caches of a directory, may have on the disk."""
+
+
+class DiskCorruptError(DiskTierError):
+    """A file is missing, or is not what was written to it. None of its numbers was given out."""
+
+
+class DiskDirectoryError(DiskTierError):
+    """A directory that is unsafe, that was deleted, or that may not be written to or locked."""
+
+
+class DiskFormatError(DiskTierError, ValueError):
+    """A file that was not written by this library or this version of its format, or arrays that it cannot hold."""
+
+
+class DiskFullError(DiskTierError):
+    """The file system, or the user's quota on it, has no room left."""
 
 
 class EngagementError(LuminaError):

@@ -13,27 +13,30 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .actions import Action, Evict, Keep, Merge, Offload, Page, Plan, Quantize, Reclaim, Reserve
+from .codecs import AffineFetch, Layout
 from .codecs.base import STEP, grown_capacity
 
 __all__ = [
     "Held",
     "after_action",
     "after_append",
+    "applies",
     "chunk_schedule",
+    "dense_row_nbytes",
     "emptied",
     "growth_nbytes",
+    "layout_of",
     "merge_equal",
     "most_rows_within",
     "nbytes_allocated",
     "nbytes_live",
     "peak_of_action",
     "row_nbytes",
+    "rows_to_disk",
+    "split_kept",
     "tokens_without_growth",
     "transient_of_action",
 ]
-
-#: Rows that KIVI keeps dense at the end (its residual window), counted when an action that no backend executes is sized.
-KIVI_RESIDUAL = 32
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,12 @@ class Held:
     key_width: int = 0  #: B·H·D_k elements per row
     value_width: int = 0  #: B·H·D_v elements per row
     itemsize: int = 0  #: bytes per element of the dense dtype
-    bits: int | None = None  #: None while dense
-    group_size: int = 0
-    dense_tail: int = 0  #: rows that stay dense behind packed ones
+    layout: Layout = Layout()  #: how the rows are stored
+    heads: int = 1  #: B·H
+    tail: int = 0  #: rows at the end that are not sealed yet and stay dense; part of ``rows``
+    tail_capacity: int = 0  #: rows allocated for them
+    on_disk: int = 0  #: rows at the front whose only copy is in a file; part of ``rows``
+    evicted: bool = False  #: whether rows were dropped by an action
     max_size: int = 0  #: sliding window, or attention chunk of a chunked layer (rows)
     keep: int = 0  #: rows a sliding window never drops
     fixed_nbytes: int = 0  #: recurrent and convolution state
@@ -60,13 +66,45 @@ class Held:
 
     @property
     def changeable(self) -> bool:
-        """Whether actions apply: one row per token in a buffer of our own making, and something in it."""
+        """Whether every action applies: one row per token in a buffer of our own making, and something in it."""
         return self.kind == "kv" and self.rows > 0
+
+    @property
+    def bits(self) -> int | None:
+        """Fewest bits per element of keys or values; None while both are dense."""
+        return self.layout.bits
+
+    @property
+    def sealed(self) -> int:
+        """Rows in memory that are not in the dense tail."""
+        return self.rows - self.tail - self.on_disk
+
+    @property
+    def key_dim(self) -> int:
+        """Elements per row and head of the keys."""
+        return self.key_width // self.heads
+
+    @property
+    def value_dim(self) -> int:
+        """Elements per row and head of the values."""
+        return self.value_width // self.heads
+
+
+#: Kinds of layers in mlx-lm's own order of rows; they can be encoded row by row, decoded on fetch, and nothing else.
+LANE_KINDS = ("rotating", "chunked")
+
+
+def applies(held: Held, part: Action) -> bool:
+    """Whether a single action changes the storage of a layer like this."""
+    if isinstance(part, Quantize) and held.kind in LANE_KINDS and held.rows > 0:
+        layout = part.layout
+        return layout is not None and layout.unit == 1 and not layout.packed
+    return held.changeable and not isinstance(part, Keep)
 
 
 def emptied(held: Held) -> Held:
     """The same layer before its first token; recurrent state is there from the first token on and stays counted."""
-    return replace(held, rows=0, capacity=0, offset=0)
+    return replace(held, rows=0, capacity=0, offset=0, tail=0, tail_capacity=0, on_disk=0, evicted=False)
 
 
 def merge_equal(layers: Iterable[Held]) -> tuple[Held, ...]:
@@ -80,31 +118,30 @@ def merge_equal(layers: Iterable[Held]) -> tuple[Held, ...]:
 
 
 def row_nbytes(held: Held) -> int:
-    """Exact bytes of one row (keys and values, all heads) as stored."""
-    width = held.key_width + held.value_width
-    if held.bits is None:
-        return width * held.itemsize
-    return width * held.bits // 8 + 2 * (width // held.group_size) * held.itemsize
+    """Exact bytes of one sealed row (keys and values, all heads) as stored."""
+    return held.layout.row_nbytes(held.key_width, held.value_width, held.itemsize)
+
+
+def dense_row_nbytes(held: Held) -> int:
+    """Exact bytes of one dense row (keys and values, all heads)."""
+    return (held.key_width + held.value_width) * held.itemsize
 
 
 def nbytes_allocated(layers: Iterable[Held]) -> int:
-    """Bytes of the arrays as allocated, slack included."""
+    """Bytes of the arrays as allocated, slack included; rows on disk are not in memory and count nothing."""
     return sum(
-        one.count * (one.capacity * row_nbytes(one) + _tail_nbytes(one) + _other_nbytes(one))
+        one.count
+        * (one.capacity * row_nbytes(one) + one.tail_capacity * dense_row_nbytes(one) + _other_nbytes(one))
         for one in layers
     )
 
 
 def nbytes_live(layers: Iterable[Held]) -> int:
-    """Bytes of the rows held, without slack."""
+    """Bytes of the rows held in memory, without slack."""
     return sum(
-        one.count * (one.rows * row_nbytes(one) + _tail_nbytes(one) + _other_nbytes(one)) for one in layers
+        one.count * (one.sealed * row_nbytes(one) + one.tail * dense_row_nbytes(one) + _other_nbytes(one))
+        for one in layers
     )
-
-
-def _tail_nbytes(held: Held) -> int:
-    dense = (held.key_width + held.value_width) * held.itemsize
-    return min(held.dense_tail, held.rows) * (dense - row_nbytes(held)) if held.dense_tail else 0
 
 
 def _other_nbytes(held: Held) -> int:
@@ -136,8 +173,17 @@ def _appended(held: Held, n: int) -> Held:
         # The model drops the front before each step, by a slice without slack.
         held = replace(held, rows=held.max_size, capacity=held.max_size)
     if held.kind != "rotating":
-        capacity = grown_capacity(held.rows, held.capacity, n)
-        return replace(held, rows=held.rows + n, capacity=capacity, offset=offset)
+        tail = held.tail + n
+        sealed = held.layout.sealable(tail)
+        capacity = grown_capacity(held.sealed, held.capacity, sealed)
+        return replace(
+            held,
+            rows=held.rows + n,
+            capacity=capacity,
+            offset=offset,
+            tail=tail - sealed,
+            tail_capacity=held.layout.tail_capacity,
+        )
     if n > 1:
         dropped = max(0, held.rows - held.max_size + 1)
         rows = held.rows - dropped + n
@@ -166,7 +212,11 @@ def _room(held: Held) -> int | None:
             # The front is dropped and the rest allocated anew at each step from here on, always as much.
             return None if _appended(held, 1).capacity == held.capacity else 0
         return min(held.capacity, held.max_size) - held.rows
-    return held.capacity - held.rows
+    if held.layout.unit > 1:
+        # Rows go to the tail, which does not grow, until a whole unit is sealed behind the sealed ones.
+        units = (held.capacity - held.sealed) // held.layout.unit
+        return (units + 1) * held.layout.unit + held.layout.residual - 1 - held.tail
+    return held.capacity - held.sealed
 
 
 def after_action(layers: Iterable[Held], action: Action) -> tuple[Held, ...]:
@@ -177,7 +227,7 @@ def after_action(layers: Iterable[Held], action: Action) -> tuple[Held, ...]:
             raise ValueError(f"{action} names layers, so layers must not be merged: pass one Held per layer")
         return tuple(one for layer in layers for one in after_action([layer], action.for_layer(layer.index)))
     for part in action.parts:
-        layers = tuple(_acted(one, part) if one.changeable else one for one in layers)
+        layers = tuple(_acted(one, part) if applies(one, part) else one for one in layers)
     return layers
 
 
@@ -186,7 +236,7 @@ def _acted(held: Held, action: Action) -> Held:
         case Keep():
             return held
         case Reclaim():
-            return replace(held, capacity=held.rows)
+            return replace(held, capacity=held.sealed)
         case Reserve():
             return replace(held, capacity=max(held.capacity, action.rows))
         case Page():
@@ -197,23 +247,74 @@ def _acted(held: Held, action: Action) -> Held:
                 held, capacity=held.rows, key_width=held.key_width // 2, value_width=held.value_width // 2
             )
         case Offload():
-            if action.layers is not None:
-                if held.index < 0:
-                    raise ValueError(
-                        f"{action} names layers, so layers must not be merged: pass one Held per layer"
-                    )
-                gone = action.layers[0] <= held.index <= action.layers[1]
-                return replace(held, capacity=0) if gone else held
-            return replace(held, capacity=round((action.ratio or 0.0) * held.rows))
+            return _offloaded(held, action)
         case Evict():
-            rows = action.rows_kept(held.rows)
-            return held if rows == held.rows else replace(held, rows=rows, capacity=rows)
+            return _evicted(held, action)
         case Quantize():
-            # One width for both: an action with unequal bits is sized by their mean, exact when the widths are equal.
-            bits = (action.key_bits + action.value_bits) // 2
-            tail = KIVI_RESIDUAL if action.codec == "kivi" else 0
-            return replace(held, capacity=held.rows, bits=bits, group_size=action.group_size, dense_tail=tail)
+            return _reencoded(held, layout_of(action))
     raise TypeError(f"no byte formula for {action!r}")
+
+
+def layout_of(action: Quantize) -> Layout:
+    """How rows are stored after ``action``; of a codec that there is no code for, as many affine bits."""
+    return action.layout or Layout(
+        AffineFetch(action.key_bits, action.group_size), AffineFetch(action.value_bits, action.group_size)
+    )
+
+
+def _offloaded(held: Held, action: Offload) -> Held:
+    if action.layers is not None and held.index < 0:
+        raise ValueError(f"{action} names layers, so layers must not be merged: pass one Held per layer")
+    if action.layers is not None and not action.layers[0] <= held.index <= action.layers[1]:
+        return held
+    rows = rows_to_disk(action, held.on_disk + held.sealed, held.layout.block)
+    return held if rows <= held.on_disk else _on_disk(held, rows)
+
+
+def rows_to_disk(action: Offload, sealed: int, block: int) -> int:
+    """How many of a layer's sealed rows ``action`` leaves in a file: whole blocks, the oldest ones."""
+    stay = 0 if action.ratio is None else round(action.ratio * sealed)
+    return (sealed - stay) // block * block
+
+
+def _on_disk(held: Held, rows: int) -> Held:
+    """The same sealed rows with the oldest ``rows`` of them in a file, and no slack."""
+    return replace(held, on_disk=rows, capacity=held.rows - held.tail - rows)
+
+
+def _evicted(held: Held, action: Evict) -> Held:
+    kept = action.rows_kept(held.rows)
+    if kept == held.rows:
+        return held
+    tail, sealed = split_kept(kept, held.tail, held.layout.block)
+    after = replace(held, rows=sealed + tail, tail=tail, on_disk=0, capacity=sealed, evicted=True)
+    if held.on_disk == 0:
+        return after
+    share = held.on_disk / (held.on_disk + held.sealed)
+    return _on_disk(after, round(share * sealed) // held.layout.block * held.layout.block)
+
+
+def split_kept(kept: int, tail: int, block: int) -> tuple[int, int]:
+    """Of ``kept`` rows, how many are of the dense tail and how many sealed ones: newest first, whole blocks."""
+    in_tail = min(kept, tail)
+    return in_tail, (kept - in_tail) // block * block
+
+
+def _reencoded(held: Held, layout: Layout) -> Held:
+    if held.kind in LANE_KINDS:
+        return replace(held, layout=layout)
+    sealed = layout.sealable(held.rows)
+    after = replace(
+        held,
+        layout=layout,
+        on_disk=0,
+        capacity=sealed,
+        tail=held.rows - sealed,
+        tail_capacity=layout.tail_capacity,
+    )
+    if held.on_disk == 0:
+        return after
+    return _on_disk(after, round(held.on_disk / held.rows * sealed) // layout.block * layout.block)
 
 
 def growth_nbytes(layers: Iterable[Held], n: int) -> int:
@@ -235,7 +336,7 @@ def _growth(held: Held, n: int) -> int:
         return (held.capacity + after.capacity - held.max_size) * row_nbytes(held)
     if after.capacity == held.capacity:
         return 0
-    kept = held.capacity if held.rows % STEP == 0 else held.rows
+    kept = held.capacity if held.sealed % STEP == 0 else held.sealed
     return (held.capacity + after.capacity - kept) * row_nbytes(held)
 
 
@@ -263,13 +364,14 @@ def transient_of_action(held: Held, action: Action) -> int:
 
 
 def _transient(before: Held, after: Held) -> int:
-    """The new buffers, and all rows decoded or cut free of slack where they are packed."""
+    """The new buffers, and all rows decoded, or cut free of slack, where they are re-encoded or read from a file."""
     if before == after:
         return 0
-    one = replace(after, count=1)
-    cut = before.bits is not None or before.capacity > before.rows
-    dense = (before.key_width + before.value_width) * before.itemsize * before.rows
-    return nbytes_allocated([one]) + (dense if cut and after.bits != before.bits else 0)
+    cut = not before.layout.dense or before.capacity > before.sealed
+    reencoded = after.layout != before.layout
+    decoded = dense_row_nbytes(before) * before.rows if cut and reencoded else 0
+    read = before.on_disk * row_nbytes(before)
+    return nbytes_allocated([replace(after, count=1)]) + decoded + read
 
 
 def most_rows_within(
@@ -286,10 +388,7 @@ def most_rows_within(
     low, high = 0, max((one.rows for one in layers if one.changeable), default=0)
     while low < high:
         rows = (low + high + 1) // 2
-        cut = tuple(
-            replace(one, rows=min(rows, one.rows), capacity=min(rows, one.rows)) if one.changeable else one
-            for one in layers
-        )
+        cut = tuple(_cut_to(one, min(rows, one.rows)) if one.changeable else one for one in layers)
         if quantize is not None:
             cut = after_action(cut, quantize)
         if nbytes_allocated(then(cut)) <= nbytes:
@@ -297,3 +396,8 @@ def most_rows_within(
         else:
             high = rows - 1
     return low
+
+
+def _cut_to(held: Held, rows: int) -> Held:
+    tail, sealed = split_kept(rows, held.tail, held.layout.block)
+    return replace(held, rows=tail + sealed, capacity=sealed, tail=tail, on_disk=0)

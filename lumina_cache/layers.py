@@ -12,24 +12,30 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models import cache as stock
 from mlx_lm.models.base import create_causal_mask
 
-from .codecs import Affine, Codec, Dense
-from .codecs.base import Encoded, append_rows, cut_rows, encoded_nbytes
+from .codecs import Affine, Layout
+from .codecs.base import Encoded, encoded_nbytes
 from .errors import UnsupportedCacheError
+from .lanes import Lanes
+from .rows import DiskRows, RowStore, drift, shapes_of
 from .steps import StepTracker
+
+if TYPE_CHECKING:
+    from .disk import DiskStore
 
 __all__ = [
     "ArraysCache",
     "CacheList",
     "ChunkedKVCache",
     "ConcatenateKVCache",
+    "History",
     "KVCache",
     "ManagedLayer",
     "QuantizedKVCache",
@@ -41,6 +47,24 @@ __all__ = [
 ]
 
 
+_AS_THEY_COME = Layout()
+
+
+@dataclass(frozen=True)
+class History:
+    """What was done to a layer's rows for good."""
+
+    lowest_bits: int | None = (
+        None  #: fewest bits per element that rows were ever stored with; None: never encoded
+    )
+    evicted: int = 0  #: rows dropped (tokens)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether attention may see something else than the full cache would show it."""
+        return self.lowest_bits is not None or self.evicted > 0
+
+
 @dataclass(frozen=True)
 class Storage:
     """How a changed layer's arrays are to be read; part of its ``state``.
@@ -49,12 +73,23 @@ class Storage:
     ``save_prompt_cache`` refuses it with this value's text as the reason.
     """
 
-    codec: Codec
-    positions: tuple[int, ...] | None
+    layout: Layout
+    dtype: mx.Dtype | None
+    history: History
+    positions: Any = (
+        None  #: of the rows that survived the last eviction, per head; None where none are missing
+    )
+    sealed: int = 0
+    tail: int = 0
+    disk: DiskRows | None = None
+    shapes: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Storage:
+        return self
 
     def __str__(self) -> str:
         rows = "" if self.positions is None else ", rows evicted"
-        return f"a layer changed by lumina_cache ({self.codec}{rows}); save LuminaCache.to_mlx() instead"
+        return f"a layer changed by lumina_cache ({self.layout}{rows}); save LuminaCache.to_mlx() instead"
 
     __repr__ = __str__
 
@@ -71,6 +106,7 @@ class ManagedLayer:
     _steps: StepTracker | None = None
     _seen: int = 0
     name: str = "layer ?"  #: "layer 3", or "layer 3.1" for the second leaf of a nested cache
+    history: History = History()
 
     keys: Any
     values: Any
@@ -99,7 +135,7 @@ class ManagedLayer:
         raise NotImplementedError
 
     @property
-    def codec(self) -> Codec | None:
+    def layout(self) -> Layout | None:
         """How rows are stored; None for layers that hold none."""
         return None
 
@@ -148,6 +184,10 @@ class ManagedLayer:
     def _trim_rows(self, n: int) -> None:
         self.offset -= n
 
+    def let_go(self) -> None:
+        """Drop every array, for a state that is kept elsewhere; what is not an array stays."""
+        raise NotImplementedError
+
     def _touch(self) -> None:
         if self._steps is not None:
             self._steps.on_touch()
@@ -182,14 +222,14 @@ def _peers_can_reach(steps: StepTracker, target: int) -> bool:
     return True
 
 
-class _RowLayer(ManagedLayer):
+class RowLayer(ManagedLayer):
     """A layer of K/V rows stored densely by mlx-lm's own code."""
 
     holds_rows = True
 
     @property
-    def codec(self) -> Codec | None:
-        return Dense()
+    def layout(self) -> Layout:
+        return _AS_THEY_COME
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         steps = self._steps
@@ -205,6 +245,9 @@ class _RowLayer(ManagedLayer):
             self._steps.on_read()
         return self._fetch()
 
+    def let_go(self) -> None:
+        self.keys = self.values = None
+
     def _append(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         return super().update_and_fetch(keys, values)  # type: ignore[misc, no-any-return]
 
@@ -215,6 +258,16 @@ class _RowLayer(ManagedLayer):
     def capacity(self) -> int:
         """Rows allocated (tokens)."""
         return 0 if self.keys is None else _parts(self.keys)[0].shape[2]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
+        """(B·H, D) of keys and of values; None before the first row."""
+        return None if self.keys is None else shapes_of(self.keys, self.values)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element of dense rows; 0 before the first row."""
+        return 0 if self.keys is None else self.keys.dtype.size
 
     @property
     def nbytes_allocated(self) -> int:
@@ -236,14 +289,14 @@ class _RowLayer(ManagedLayer):
         return self.rows
 
 
-class KVCache(_RowLayer, stock.KVCache):  # type: ignore[misc]
+class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
     """Stands for ``mlx_lm.models.cache.KVCache``: one row per token, dense until an action re-encodes or evicts."""
 
     kind = "kv"
 
-    #: None while mlx-lm's own code runs; otherwise how the rows are stored.
-    _codec: Codec | None = None
-    #: Absolute positions (T',) int32 of the rows that survived the last eviction; rows behind them are contiguous.
+    #: None while mlx-lm's own code runs on ``keys`` and ``values``; otherwise where the rows are.
+    store: RowStore | None = None
+    #: Absolute positions (B, H, T') int32 of the rows that survived the last eviction; rows behind them are contiguous.
     _kept: np.ndarray | None = None
     #: Tokens seen whose rows are gone: offset − rows.
     _dropped: int = 0
@@ -252,12 +305,34 @@ class KVCache(_RowLayer, stock.KVCache):  # type: ignore[misc]
     # presence switches mlx-lm's attention.
 
     @property
-    def codec(self) -> Codec:
-        return self._codec or Dense()
+    def keys(self) -> Any:
+        """Dense rows (B, H, capacity, D) while unchanged; afterwards every array that the keys are stored in."""
+        if self.store is None:
+            return self.__dict__.get("keys")
+        return _one_or_all(self.store.key_arrays)
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        self.__dict__["keys"] = value
+
+    @property
+    def values(self) -> Any:
+        """As :attr:`keys`."""
+        if self.store is None:
+            return self.__dict__.get("values")
+        return _one_or_all(self.store.value_arrays)
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        self.__dict__["values"] = value
+
+    @property
+    def layout(self) -> Layout:
+        return _AS_THEY_COME if self.store is None else self.store.layout
 
     @property
     def changed(self) -> bool:
-        return self._codec is not None
+        return self.store is not None
 
     @property
     def evicted(self) -> bool:
@@ -267,30 +342,60 @@ class KVCache(_RowLayer, stock.KVCache):  # type: ignore[misc]
     def rows(self) -> int:
         return int(self.offset - self._dropped)
 
+    @property
+    def capacity(self) -> int:
+        return super().capacity if self.store is None else self.store.capacity
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
+        return super().shapes if self.store is None else self.store.shapes
+
+    @property
+    def itemsize(self) -> int:
+        if self.store is None:
+            return super().itemsize
+        return 0 if self.store.dtype is None else self.store.dtype.size
+
+    @property
+    def on_disk(self) -> int:
+        """Rows whose only copy is in a file."""
+        return 0 if self.store is None else self.store.on_disk
+
+    @property
+    def nbytes_allocated(self) -> int:
+        return super().nbytes_allocated if self.store is None else self.store.nbytes_allocated
+
+    @property
+    def nbytes_live(self) -> int:
+        store = self.store
+        if store is None:
+            return super().nbytes_live
+        tails = 0 if store.tail_keys is None else store.layout.tail_capacity
+        dense = encoded_nbytes([a for a in (store.tail_keys, store.tail_values) if a is not None])
+        sealed = encoded_nbytes((*(store.keys or ()), *(store.values or ())))
+        live = sealed // store.capacity * store.sealed if store.capacity else 0
+        return live + (dense // tails * store.tail if tails else 0)
+
     def positions(self) -> np.ndarray:
-        """Absolute positions (T,) int32 of the rows held, ascending."""
-        if self._kept is None:
+        """Absolute positions int32 of the rows held, ascending: (T,), or (B, H, T) where heads keep different ones."""
+        kept = self._kept
+        if kept is None:
             return np.arange(self._dropped, self.offset, dtype=np.int32)
-        tail = np.arange(self._kept.size + self._dropped, self.offset, dtype=np.int32)
-        return np.concatenate([self._kept, tail])
+        tail = np.arange(kept.shape[-1] + self._dropped, self.offset, dtype=np.int32)
+        return np.concatenate([kept, np.broadcast_to(tail, (*kept.shape[:-1], tail.size))], axis=-1)
 
     def _append(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        if self._codec is None:
+        if self.store is None:
             return super()._append(keys, values)
-        rows = self.offset - self._dropped
-        self._hold(
-            append_rows(_parts_or_none(self.keys), rows, self._codec.encode(keys)),
-            append_rows(_parts_or_none(self.values), rows, self._codec.encode(values)),
-        )
+        if self.store.disk is not None:
+            # The rows of the layers before this one are let go before those of this one are read.
+            mx.eval(keys, values)
+        self.store.append(keys, values)
         self.offset += keys.shape[2]
-        return self._fetch()
+        return self.store.fetch()
 
     def _fetch(self) -> tuple[Any, Any]:
-        if self._codec is None:
-            return super()._fetch()
-        keys = cut_rows(_parts(self.keys), self.rows)
-        values = cut_rows(_parts(self.values), self.rows)
-        return (keys, values) if self._codec.packed else (keys[0], values[0])
+        return super()._fetch() if self.store is None else self.store.fetch()
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         if self._steps is not None:
@@ -301,68 +406,145 @@ class KVCache(_RowLayer, stock.KVCache):  # type: ignore[misc]
             if N == 1:
                 return None
             return create_causal_mask(N, self.rows) if return_array else "causal"
+        positions = self.positions()
+        if positions.ndim > 1:
+            raise UnsupportedCacheError(
+                f"{self.name}: its heads keep rows of different positions, so no window of {window_size} tokens can be "
+                "laid over them; evict by position (sinks_window) on this model"
+            )
         query = np.arange(self.offset, self.offset + N, dtype=np.int32)
-        key = np.concatenate([self.positions(), query])
+        key = np.concatenate([positions, query])
         distance = query[:, None] - key[None, :]
         return mx.array((distance >= 0) & (distance < window_size))
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> KVCache:
         """Called by mlx-lm after every step when its user gave ``kv_bits``: converts in place, once."""
-        if self._codec is None or not self._codec.packed:
+        if self.store is None or not self.store.layout.packed:
             codec = Affine(bits, group_size)
             if self._steps is None:
-                self.reencode(codec)
+                self.reencode(Layout.both(codec))
             else:
                 self._steps.quantize_for_caller(self, codec)
         return self
 
     # -- what actions do to a layer; each leaves new, evaluated buffers and no reference to the old ones -----------
 
-    def reencode(self, codec: Codec) -> None:
-        """Store all rows with ``codec`` from now on; rows already held are converted and evaluated."""
-        if self.keys is not None:
-            rows, old = self.rows, self.codec
-            keys = codec.encode(old.decode(cut_rows(_parts(self.keys), rows)))
-            values = codec.encode(old.decode(cut_rows(_parts(self.values), rows)))
-            mx.eval(keys, values)
-            self._hold(keys, values)
-        self._set_codec(codec)
+    def reencode(self, layout: Layout) -> tuple[float | None, float | None]:
+        """Store all rows in ``layout`` from now on; rows already held are converted and evaluated.
 
-    def gather(self, index: np.ndarray) -> None:
-        """Keep only the rows at ``index`` (T',) int32, ascending; the codes of kept rows do not change."""
-        positions, rows = self.positions(), self.rows
-        if len(index) == rows:
+        Returns the drift of keys and of values, see :func:`~lumina_cache.rows.drift`.
+        """
+        store, disk = RowStore(layout), None
+        drifts: tuple[float | None, float | None] = (None, None)
+        if self.keys is not None or self.on_disk:
+            disk = None if self.store is None else self.store.disk
+            share = self.on_disk / max(1, self.rows)
+            keys, values = self._dense()
+            store = RowStore.holding(layout, keys, values)
+            drifts = drift(layout.keys, store.keys, keys), drift(layout.values, store.values, values)
+            if disk is not None:
+                store.offload(disk.store, round(share * store.sealed))
+        self._take(store)
+        if layout.bits is not None:
+            lowest = min(layout.bits, self.history.lowest_bits or layout.bits)
+            self.history = replace(self.history, lowest_bits=lowest)
+        return drifts
+
+    def _dense(self) -> tuple[mx.array, mx.array]:
+        """All rows as dense arrays (B, H, T, D)."""
+        if self.store is not None:
+            return self.store.dense()
+        rows = self.rows
+        return self.keys[..., :rows, :], self.values[..., :rows, :]
+
+    def own_store(self) -> RowStore:
+        """Where the rows are; an unchanged layer's rows are taken over as they lie in their buffers."""
+        if self.store is None:
+            keys, values = self.keys, self.values
+            store = RowStore(_AS_THEY_COME)
+            if keys is not None:
+                store.dtype, store.shapes = keys.dtype, shapes_of(keys, values)
+                store.keys, store.values, store.sealed = (keys,), (values,), self.rows
+            self._take(store)
+            return store
+        return self.store
+
+    def gather(self, index: np.ndarray, tail: np.ndarray | None = None) -> None:
+        """Keep only some of the rows; the codes of kept rows do not change.
+
+        Args:
+            index: blocks of sealed rows to keep (n,) or (B, H, n) int32, ascending; row numbers where rows are sealed
+                one by one.
+            tail: rows of the dense tail to keep, (m,) or (B, H, m); None for all of them.
+        """
+        before, positions = self.rows, self.positions()
+        store = self.own_store()
+        block, sealed = store.layout.block, store.on_disk + store.sealed
+        kept_tail = np.arange(store.tail, dtype=np.int32) if tail is None else tail
+        rows = index if block == 1 else _rows_of_blocks(index, block)
+        shape = rows.shape[:-1] or kept_tail.shape[:-1]
+        kept = np.concatenate(
+            [
+                np.broadcast_to(rows, (*shape, rows.shape[-1])),
+                np.broadcast_to(kept_tail + sealed, (*shape, kept_tail.shape[-1])),
+            ],
+            axis=-1,
+        )
+        if kept.shape[-1] == before:
             return
-        where = mx.array(index)
-        keys = tuple(mx.take(a, where, axis=2) for a in cut_rows(_parts(self.keys), rows))
-        values = tuple(mx.take(a, where, axis=2) for a in cut_rows(_parts(self.values), rows))
-        mx.eval(keys, values)
-        self._set_codec(self.codec)
-        self._hold(keys, values)
-        self._kept = positions[index]
-        self._dropped = self.offset - len(index)
+        store.gather(_per_head(index), _per_head(kept_tail))
+        if positions.ndim == 1:
+            positions = np.broadcast_to(positions, (*shape, before))
+        self._kept = np.take_along_axis(positions, kept, axis=-1)
+        self._dropped = int(self.offset) - kept.shape[-1]
+        self.history = replace(self.history, evicted=self.history.evicted + before - kept.shape[-1])
 
     def compact(self) -> None:
         """Cut the allocation down to the live rows."""
-        if self.keys is not None and self.capacity > self.rows:
+        if self.store is not None:
+            self.store.compact()
+        elif self.keys is not None and self.capacity > self.rows:
             rows = self.rows
-            keys = tuple(mx.contiguous(a) for a in cut_rows(_parts(self.keys), rows))
-            values = tuple(mx.contiguous(a) for a in cut_rows(_parts(self.values), rows))
+            keys, values = mx.contiguous(self.keys[..., :rows, :]), mx.contiguous(self.values[..., :rows, :])
             mx.eval(keys, values)
-            self._hold(keys, values)
+            self.keys, self.values = keys, values
 
-    def _hold(self, keys: Encoded, values: Encoded) -> None:
-        single = len(keys) == 1
-        self.keys = keys[0] if single else keys
-        self.values = values[0] if single else values
+    def reserve(self, rows: int) -> None:
+        """Make room for ``rows`` rows, so that growing to there copies nothing."""
+        if self.keys is not None:
+            self.own_store().reserve(rows)
 
-    def _set_codec(self, codec: Codec | None) -> None:
-        self._codec = codec
+    def offload(self, disk: DiskStore, rows: int) -> None:
+        """Keep the oldest ``rows`` sealed rows in a file only."""
+        if self.keys is not None or self.on_disk:
+            self.own_store().offload(disk, rows)
+
+    def restore(self) -> None:
+        """Bring rows that are in a file back into memory."""
+        if self.store is not None:
+            self.store.restore()
+
+    def _take(self, store: RowStore | None) -> None:
+        self.store = store
+        self.__dict__.pop("keys", None)
+        self.__dict__.pop("values", None)
+        codec = store.layout.keys if store is not None and store.layout.packed else None
         for field in ("bits", "group_size"):
-            if codec is not None and codec.packed:
+            if codec is not None:
                 setattr(self, field, getattr(codec, field))
             else:
                 self.__dict__.pop(field, None)
+
+    def let_go(self) -> None:
+        self._take(None)
+
+    def _trim_rows(self, n: int) -> None:
+        if self.store is not None:
+            self.store.trim(n)
+        self.offset -= n
+
+    def empty(self) -> bool:
+        return self.keys is None and self.on_disk == 0
 
     @property
     def trimmable(self) -> bool:
@@ -371,19 +553,31 @@ class KVCache(_RowLayer, stock.KVCache):  # type: ignore[misc]
     @property
     def state(self) -> tuple[Any, ...]:
         self._touch()
-        if self._codec is None:
+        store = self.store
+        if store is None:
             return self.keys, self.values, self.offset
-        positions = tuple(self.positions().tolist()) if self.evicted else None
-        return self.keys, self.values, self.offset, Storage(self._codec, positions)
+        how = Storage(
+            store.layout,
+            store.dtype,
+            self.history,
+            self._kept,
+            store.sealed,
+            store.tail,
+            store.disk,
+            store.shapes,
+        )
+        return store.key_arrays, store.value_arrays, self.offset, how
 
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:
-        self.keys, self.values, self.offset, *rest = value
-        storage: Storage | None = rest[0] if rest else None
-        self._set_codec(storage.codec if storage else None)
-        kept = storage.positions if storage else None
-        self._kept = None if kept is None else np.array(kept, dtype=np.int32)
-        self._dropped = 0 if kept is None else self.offset - len(kept)
+        keys, values, self.offset, *rest = value
+        how: Storage | None = rest[0] if rest else None
+        self._take(None if how is None else _store_of(how, keys, values))
+        if how is None:
+            self.keys, self.values = keys, values
+        self.history = History() if how is None else how.history
+        self._kept = None if how is None else how.positions
+        self._dropped = 0 if self.store is None else self.offset - self.store.rows
         self._replaced()
 
     @classmethod
@@ -397,14 +591,140 @@ class KVCache(_RowLayer, stock.KVCache):  # type: ignore[misc]
         return stock.KVCache.merge(caches)
 
 
-class RotatingKVCache(_RowLayer, stock.RotatingKVCache):  # type: ignore[misc]
+def _one_or_all(arrays: Encoded) -> Any:
+    return (arrays[0] if len(arrays) == 1 else arrays) if arrays else None
+
+
+def _rows_of_blocks(index: np.ndarray, block: int) -> np.ndarray:
+    rows = index[..., None] * block + np.arange(block, dtype=np.int32)
+    return rows.reshape(*index.shape[:-1], -1)
+
+
+def _per_head(index: np.ndarray) -> mx.array:
+    return mx.array(index if index.ndim == 3 else index[None, None], mx.int32)
+
+
+def _store_of(how: Storage, keys: Encoded, values: Encoded) -> RowStore:
+    has_tail = how.layout.unit > 1 and len(keys) > 0
+    split = len(keys) - has_tail
+    return RowStore(
+        how.layout,
+        how.dtype,
+        tuple(keys[:split]) or None,
+        tuple(values[: len(values) - has_tail]) or None,
+        how.sealed,
+        keys[split] if has_tail else None,
+        values[len(values) - 1] if has_tail else None,
+        how.tail,
+        how.disk,
+        how.shapes,
+    )
+
+
+class _LaneLayer(RowLayer):
+    """A layer that keeps mlx-lm's order of rows, also when they are encoded: see :mod:`.lanes`."""
+
+    lanes: Lanes | None = None
+
+    @property
+    def keys(self) -> Any:
+        """Dense rows (B, H, capacity, D) while unchanged; afterwards every array that the keys are stored in."""
+        return self.__dict__.get("keys") if self.lanes is None else self.lanes.keys
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        self.__dict__["keys"] = value
+
+    @property
+    def values(self) -> Any:
+        """As :attr:`keys`."""
+        return self.__dict__.get("values") if self.lanes is None else self.lanes.values
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        self.__dict__["values"] = value
+
+    @property
+    def layout(self) -> Layout:
+        return _AS_THEY_COME if self.lanes is None else self.lanes.layout
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
+        return super().shapes if self.lanes is None else self.lanes.shapes
+
+    @property
+    def itemsize(self) -> int:
+        if self.lanes is None:
+            return super().itemsize
+        return 0 if self.lanes.dtype is None else self.lanes.dtype.size
+
+    @property
+    def changed(self) -> bool:
+        return self.lanes is not None
+
+    def _append(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        if self.lanes is None:
+            return super()._append(keys, values)
+        self.lanes.append(keys, values)
+        self._follow(self.lanes.first)
+        return self.lanes.fetch()
+
+    def _fetch(self) -> tuple[Any, Any]:
+        return super()._fetch() if self.lanes is None else self.lanes.fetch()
+
+    def reencode(self, layout: Layout) -> tuple[float | None, float | None]:
+        """As for :class:`KVCache`, with codecs that encode row by row and are decoded on fetch."""
+        old = self.lanes
+        keys, values = (self.keys, self.values) if old is None else old.buffers()
+        lanes = Lanes.holding(layout, self._bare(), keys, values)
+        drifts: tuple[float | None, float | None] = (None, None)
+        if keys is not None and values is not None:
+            drifts = drift(layout.keys, lanes.keys, keys), drift(layout.values, lanes.values, values)
+        self.lanes = lanes
+        self.__dict__.pop("keys", None)
+        self.__dict__.pop("values", None)
+        if layout.bits is not None:
+            lowest = min(layout.bits, self.history.lowest_bits or layout.bits)
+            self.history = replace(self.history, lowest_bits=lowest)
+        return drifts
+
+    def _set_rows(self, keys: Any, values: Any, rest: list[Storage]) -> None:
+        """Rows from a ``state``, as they are or, with a :class:`Storage`, encoded."""
+        self.lanes = None
+        self.history = History()
+        if not rest:
+            self.keys, self.values = keys, values
+            return
+        self.__dict__.pop("keys", None)
+        self.__dict__.pop("values", None)
+        self.history = rest[0].history
+        how = rest[0]
+        self.lanes = Lanes.of_arrays(how.layout, how.dtype, self._bare(), keys, values, how.shapes)
+
+    def _storage(self, lanes: Lanes) -> Storage:
+        return Storage(lanes.layout, lanes.dtype, self.history, shapes=lanes.shapes)
+
+    def let_go(self) -> None:
+        self.lanes = None
+        self.keys = self.values = None
+
+    def _bare(self) -> Any:
+        """A plain mlx-lm object at the same point, without rows."""
+        raise NotImplementedError
+
+    def _follow(self, lane: Any) -> None:
+        """Take over the position that the lanes moved to."""
+        raise NotImplementedError
+
+
+class RotatingKVCache(_LaneLayer, stock.RotatingKVCache):  # type: ignore[misc]
     """Stands for ``mlx_lm.models.cache.RotatingKVCache``: a sliding window of at most ``max_size`` rows in decode."""
 
     kind = "rotating"
 
     @property
     def rows(self) -> int:
-        return 0 if self.keys is None else min(self.offset, self.keys.shape[2])
+        return 0 if self.keys is None else min(self.offset, self.capacity)
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
         if self._steps is not None:
@@ -432,19 +752,33 @@ class RotatingKVCache(_RowLayer, stock.RotatingKVCache):  # type: ignore[misc]
     def _trim_rows(self, n: int) -> None:
         self.offset -= n
         self._idx -= n
+        if self.lanes is not None:
+            self.lanes.trim(n)
+
+    def _bare(self) -> Any:
+        bare = stock.RotatingKVCache(self.max_size, self.keep)
+        bare.offset, bare._idx = self.offset, self._idx
+        return bare
+
+    def _follow(self, lane: Any) -> None:
+        self.offset, self._idx = lane.offset, lane._idx
 
     @property
     def state(self) -> tuple[Any, ...]:
         self._touch()
-        return self.keys, self.values, self.offset, self.keep, self.max_size, self._idx
+        plain = (self.keys, self.values, self.offset, self.keep, self.max_size, self._idx)
+        if self.lanes is None:
+            return plain
+        return (*plain, self._storage(self.lanes))
 
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:
-        self.keys, self.values, self.offset, self.keep, self.max_size, self._idx = value
+        keys, values, self.offset, self.keep, self.max_size, self._idx, *rest = value
+        self._set_rows(keys, values, rest)
         self._replaced()
 
 
-class ChunkedKVCache(_RowLayer, stock.ChunkedKVCache):  # type: ignore[misc]
+class ChunkedKVCache(_LaneLayer, stock.ChunkedKVCache):  # type: ignore[misc]
     """Stands for ``mlx_lm.models.cache.ChunkedKVCache``: rows from ``start_position`` on."""
 
     kind = "chunked"
@@ -453,18 +787,42 @@ class ChunkedKVCache(_RowLayer, stock.ChunkedKVCache):  # type: ignore[misc]
     def rows(self) -> int:
         return 0 if self.keys is None else int(self.offset - self.start_position)
 
+    def maybe_trim_front(self) -> None:
+        if self.lanes is None:
+            stock.ChunkedKVCache.maybe_trim_front(self)
+        else:
+            self.lanes.trim_front()
+            self._follow(self.lanes.first)
+
+    def _trim_rows(self, n: int) -> None:
+        self.offset -= n
+        if self.lanes is not None:
+            self.lanes.trim(n)
+
+    def _bare(self) -> Any:
+        bare = stock.ChunkedKVCache(self.chunk_size)
+        bare.offset, bare.start_position = self.offset, self.start_position
+        return bare
+
+    def _follow(self, lane: Any) -> None:
+        self.offset, self.start_position = lane.offset, lane.start_position
+
     @property
     def state(self) -> tuple[Any, ...]:
         self._touch()
-        return self.keys, self.values, self.offset, self.chunk_size, self.start_position
+        plain = (self.keys, self.values, self.offset, self.chunk_size, self.start_position)
+        if self.lanes is None:
+            return plain
+        return (*plain, self._storage(self.lanes))
 
     @state.setter
     def state(self, value: tuple[Any, ...]) -> None:
-        self.keys, self.values, self.offset, self.chunk_size, self.start_position = value
+        keys, values, self.offset, self.chunk_size, self.start_position, *rest = value
+        self._set_rows(keys, values, rest)
         self._replaced()
 
 
-class ConcatenateKVCache(_RowLayer, stock.ConcatenateKVCache):  # type: ignore[misc]
+class ConcatenateKVCache(RowLayer, stock.ConcatenateKVCache):  # type: ignore[misc]
     """Stands for ``mlx_lm.models.cache.ConcatenateKVCache``; unlike it, trimmed rows do not come back."""
 
     kind = "concatenate"
@@ -495,14 +853,26 @@ class ConcatenateKVCache(_RowLayer, stock.ConcatenateKVCache):  # type: ignore[m
         self._replaced()
 
 
-class QuantizedKVCache(_RowLayer, stock.QuantizedKVCache):  # type: ignore[misc]
+class QuantizedKVCache(RowLayer, stock.QuantizedKVCache):  # type: ignore[misc]
     """Stands for ``mlx_lm.models.cache.QuantizedKVCache``: packed from its first row, by the caller's own choice."""
 
     kind = "quantized"
 
     @property
-    def codec(self) -> Codec:
-        return Affine(self.bits, self.group_size)
+    def layout(self) -> Layout:
+        codec = Affine(self.bits, self.group_size)
+        return Layout.both(codec)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
+        if self.keys is None:
+            return None
+        (heads, words), (value_heads, value_words) = shapes_of(self.keys[0], self.values[0])
+        return (heads, words * 32 // self.bits), (value_heads, value_words * 32 // self.bits)
+
+    @property
+    def itemsize(self) -> int:
+        return 0 if self.keys is None else self.keys[1].dtype.size
 
     @property
     def rows(self) -> int:
@@ -529,6 +899,9 @@ class ArraysCache(ManagedLayer, stock.ArraysCache):  # type: ignore[misc]
 
     kind = "not_kv"
     offset: Any = 0
+    cache: Any
+    left_padding: Any
+    lengths: Any
 
     @property
     def nbytes_allocated(self) -> int:
@@ -537,6 +910,9 @@ class ArraysCache(ManagedLayer, stock.ArraysCache):  # type: ignore[misc]
     @property
     def nbytes_live(self) -> int:
         return self.nbytes_allocated
+
+    def let_go(self) -> None:
+        self.cache = [None] * len(self.cache)
 
     def make_mask(self, N: int) -> Any:
         if self._steps is not None:
@@ -691,7 +1067,3 @@ def managed(entry: Any) -> Iterator[ManagedLayer]:
 
 def _parts(buffers: Any) -> Encoded:
     return (buffers,) if isinstance(buffers, mx.array) else tuple(buffers)
-
-
-def _parts_or_none(buffers: Any) -> Encoded | None:
-    return None if buffers is None else _parts(buffers)

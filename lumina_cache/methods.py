@@ -31,7 +31,6 @@ from .backend.capabilities import (
     TRAINED_MODEL,
     TRAINED_SCORER,
     VALUES,
-    element_format,
 )
 from .codecs import CODECS
 from .method import Method
@@ -64,13 +63,6 @@ def _catalogue() -> Iterator[Method]:
 
     # -- reclaim: evict rows ------------------------------------------------------------------------------------
     yield from (scorer.method for scorer in SCORERS.values())
-    yield _evict("random", "the control: choice without knowledge", "a seeded permutation")
-    yield _evict("key_norm", "Devoto et al., arXiv:2406.11430", "score = −‖k‖₂", KEYS)
-    yield _evict("keydiff", "KeyDiff, arXiv:2504.15364", "score = −cos(k, mean of k/‖k‖)", KEYS)
-    yield _evict(
-        "lagkv", "LagKV, arXiv:2504.04704", "spread of k and v relative to the next block", KEYS, VALUES
-    )
-    yield _evict("leverage", "CurDKV, arXiv:2509.15038", "leverage scores of k and v", KEYS, VALUES)
     yield _evict(
         "q_filters",
         "Q-Filters, arXiv:2503.02812",
@@ -133,10 +125,6 @@ def _catalogue() -> Iterator[Method]:
 
     # -- compress: re-encode rows -------------------------------------------------------------------------------
     yield from (family.method for family in CODECS.values())
-    yield _quant(
-        "kivi", "KIVI, arXiv:2402.02750", "keys grouped along tokens, values along the head dim", *_FETCH
-    )
-    yield _quant("hadamard", "QuaRot, arXiv:2404.00456", "affine of H·x/√d, rotated back on fetch", *_FETCH)
     yield _quant("kivi_packed", "KIVI, arXiv:2402.02750", "as kivi, attention over the codes", *_HOOKED)
     yield _quant(
         "hadamard_packed", "QuaRot, arXiv:2404.00456", "as hadamard, the query rotated instead", *_HOOKED
@@ -154,33 +142,6 @@ def _catalogue() -> Iterator[Method]:
     )  # fmt: skip
     yield _quant(
         "gear", "GEAR, arXiv:2403.05527", "affine, low-rank and sparse residual", *_FETCH, bits=(2, 4)
-    )
-    yield _quant(
-        "mxfp4",
-        "OCP microscaling; mlx.core.quantize",
-        "E2M1 with a shared exponent",
-        *_FETCH,
-        element_format("mxfp4"),
-        bits=(4,),
-        groups=(32,),
-    )
-    yield _quant(
-        "mxfp8",
-        "OCP microscaling; mlx.core.quantize",
-        "E4M3 with a shared exponent",
-        *_FETCH,
-        element_format("mxfp8"),
-        bits=(8,),
-        groups=(32,),
-    )
-    yield _quant(
-        "nvfp4",
-        "NVFP4; mlx.core.quantize",
-        "E2M1 with an E4M3 scale",
-        *_FETCH,
-        element_format("nvfp4"),
-        bits=(4,),
-        groups=(16,),
     )
     yield _quant(
         "mixed_rows",

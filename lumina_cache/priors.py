@@ -27,6 +27,9 @@ _CODEC_KL: dict[tuple[str, int], tuple[float, float]] = {
     ("kivi", 2): (0.207, 0.756),
 }
 
+#: Codecs that store the same codes as another one.
+_SAME_CODES = {"affine_fetch": "affine"}
+
 #: scorer → the same pairs with half and with a quarter of the rows.
 _EVICTION_KL: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
     "sinks_window": ((0.028, 1.48), (0.062, 2.02)),
@@ -65,7 +68,7 @@ def expected_kl(layers: tuple[Held, ...], codec: str | None, scorer: str | None)
     kl, source = 0.0, "exact: dense and complete"
     bits = min((one.bits for one in changed if one.bits is not None), default=None)
     if bits is not None:
-        figure = _CODEC_KL.get((codec or "affine", bits))
+        figure = _CODEC_KL.get((_SAME_CODES.get(codec or "affine", codec or "affine"), bits))
         if figure is None:
             return Quality(None, f"no figure for {codec} at {bits} bits")
         kl, source = kl + _mean(figure), SOURCE

@@ -13,6 +13,8 @@ import copy
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .codecs.layout import Layout
+
 if TYPE_CHECKING:
     from .codecs import Affine
     from .layers import KVCache, ManagedLayer
@@ -123,7 +125,7 @@ class StepTracker:
 
     def quantize_for_caller(self, layer: KVCache, codec: Affine) -> None:
         if self.listener is None:
-            layer.reencode(codec)
+            layer.reencode(Layout.both(codec))
         else:
             self.listener.quantize_for_caller(self, layer, codec)
 

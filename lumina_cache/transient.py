@@ -23,6 +23,7 @@ from .estimate import (
     after_append,
     chunk_schedule,
     growth_nbytes,
+    layout_of,
     merge_equal,
     nbytes_allocated,
     nbytes_live,
@@ -371,7 +372,4 @@ def _highest(
 def _decodes_on_fetch(action: Action) -> bool:
     """Whether rows re-encoded by ``action`` are decoded for attention: mlx-lm's packed attention reads affine rows of
     one width for keys and values, and nothing else."""
-    return any(
-        isinstance(part, Quantize) and (part.codec != "affine" or part.key_bits != part.value_bits)
-        for part in action.parts
-    )
+    return any(isinstance(part, Quantize) and not layout_of(part).packed for part in action.parts)

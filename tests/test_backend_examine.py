@@ -33,7 +33,7 @@ from lumina_cache.backend.capabilities import (
 from lumina_cache.backend.examine import examine
 from lumina_cache.backend.packable import why_not_packed
 from lumina_cache.backend.probe import ModelProbe, probe_model, probe_packed, remembered_probe
-from lumina_cache.codecs import Affine, Codec
+from lumina_cache.codecs import Affine, Codec, Layout
 from lumina_cache.codecs.base import Encoded, cut_rows
 from lumina_cache.lab.tiny import SPECS
 from lumina_cache.layers import KVCache, adopt, leaves
@@ -105,7 +105,7 @@ def test_a_layer_can_be_packed_exactly_where_the_probe_says_so(
 
             def attempt(i: int = i, codec: Affine = codec) -> None:
                 entries = filled(model)
-                list(leaves(entries))[i].reencode(codec)
+                list(leaves(entries))[i].reencode(Layout.both(codec))
                 run(model, entries, 3, 1)
 
             assert raises(attempt) != outcome.present, (leaf.name, str(capability), outcome.reason)
@@ -171,7 +171,7 @@ def test_rows_decoded_on_fetch_work_exactly_where_the_probe_says_so(
         entries = filled(model)
         for leaf in changeable(entries):
             leaf.__class__ = _Decoding
-            leaf.reencode(_TwoParts())
+            leaf.reencode(Layout.both(_TwoParts()))
         assert_close(run(model, entries, 3), wanted)
 
     assert raises(attempt) != probe.profile.has(DENSE_REENCODE), probe.profile.outcome(DENSE_REENCODE).reason

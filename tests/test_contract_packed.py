@@ -24,7 +24,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from lumina_cache.actions import parse_action
 from lumina_cache.audit import validate
-from lumina_cache.codecs import Affine, Dense
+from lumina_cache.codecs import Affine, Dense, Layout
 from lumina_cache.errors import LuminaWarning
 from lumina_cache.lab.tiny import SPECS
 from lumina_cache.layers import KVCache, leaves
@@ -44,7 +44,7 @@ def test_bits_exist_exactly_while_packed_triples_are_returned() -> None:
     layer = KVCache()
     for codec, packed in ((None, False), (Affine(8, 32), True), (Dense(), False), (Affine(4, 32), True)):
         if codec is not None:
-            layer.reencode(codec)
+            layer.reencode(Layout.both(codec))
         assert hasattr(layer, "bits") == hasattr(layer, "group_size") == packed
         assert returns_triples(layer) == packed
         assert (getattr(layer, "bits", None), getattr(layer, "group_size", None)) == (
@@ -56,7 +56,7 @@ def test_bits_follow_the_state_that_a_layer_is_given() -> None:
     packed, dense = KVCache(), KVCache()
     for layer in (packed, dense):
         returns_triples(layer, 5)
-    packed.reencode(Affine(8, 32))
+    packed.reencode(Layout.both(Affine(8, 32)))
     as_packed, as_dense = packed.state, dense.state
     other = KVCache()
     other.state = as_packed
@@ -77,7 +77,7 @@ def test_bits_follow_eviction_and_reclaim_of_packed_rows() -> None:
     returns_triples(layer, 9)
     layer.gather(np.array([0, 5, 8], dtype=np.int32))
     assert not hasattr(layer, "bits")
-    layer.reencode(Affine(4, 32))
+    layer.reencode(Layout.both(Affine(4, 32)))
     layer.gather(np.array([0, 2], dtype=np.int32))
     layer.compact()
     assert hasattr(layer, "bits")
@@ -242,7 +242,7 @@ def test_packed_rows_are_those_of_mlx_lms_own_packed_cache_at_every_width(bits: 
         keys, values = mx.random.normal((1, 2, n, 64)), mx.random.normal((1, 2, n, 64))
         got, want = layer.update_and_fetch(keys, values), theirs.update_and_fetch(keys, values)
         if i == 0:
-            layer.reencode(Affine(bits, group))
+            layer.reencode(Layout.both(Affine(bits, group)))
             theirs = theirs.to_quantized(group, bits)
             continue
         for mine, its in zip(got, want, strict=True):

@@ -34,7 +34,7 @@ from lumina_cache.actions import (
 )
 from lumina_cache.apply import held
 from lumina_cache.backend.probe import probe_model
-from lumina_cache.codecs import Affine, Dense
+from lumina_cache.codecs import Affine, Dense, Layout
 from lumina_cache.codecs.base import grown_capacity
 from lumina_cache.estimate import (
     Held,
@@ -197,7 +197,7 @@ def test_the_growth_rule_is_mlx_lms(rows: int, slack: int, n: int) -> None:
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=6))
 def test_the_growth_rule_is_that_of_the_arrays(steps: list[int]) -> None:
     layer, packed = KVCache(), KVCache()
-    packed.reencode(Affine(8, 32))
+    packed.reencode(Layout.both(Affine(8, 32)))
     now = None
     for n in steps:
         rows = mx.zeros((1, 1, n, 32))

@@ -176,12 +176,12 @@ def test_packed_rows_with_some_evicted_are_refused_by_name_and_can_be_decoded(ti
 
 
 def test_entries_without_rows_export_as_empty_stock_objects() -> None:
-    from lumina_cache.codecs import Affine
+    from lumina_cache.codecs import Affine, Layout
     from lumina_cache.export import to_mlx
     from lumina_cache.layers import ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
     packed = KVCache()
-    packed.reencode(Affine(4, 32))
+    packed.reencode(Layout.both(Affine(4, 32)))
     for entry, kind in (
         (KVCache(), stock.KVCache),
         (RotatingKVCache(8), stock.RotatingKVCache),

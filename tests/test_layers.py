@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 from mlx_lm.models import cache as stock
 
 from lumina_cache.apply import held
-from lumina_cache.codecs import Affine, Dense
+from lumina_cache.codecs import Affine, Dense, Layout
 from lumina_cache.estimate import after_append, nbytes_allocated, nbytes_live
 from lumina_cache.layers import (
     ArraysCache,
@@ -106,7 +106,7 @@ def decoded(layer: Any) -> np.ndarray:
         )
     if layer.kind == "rotating":
         keys, values = layer._temporal_order(layer.keys), layer._temporal_order(layer.values)
-    assert mx.array_equal(keys * 2, values).item() or layer.codec.packed
+    assert mx.array_equal(keys * 2, values).item() or layer.layout.packed
     return np.array(keys)[0].transpose(1, 0, 2)
 
 
@@ -209,7 +209,7 @@ class Rows(RuleBasedStateMachine):
     def quantize(self, bits: int) -> None:
         for i in self.kv():
             if self.models[i].bits is None or bits < self.models[i].bits:
-                self.leaves()[i].reencode(Affine(bits, 32))
+                self.leaves()[i].reencode(Layout.both(Affine(bits, 32)))
                 self.models[i] = self.models[i].pack(bits)
 
     @rule()
@@ -313,16 +313,16 @@ def test_keeping_every_row_evicts_none() -> None:
 
 def test_a_layer_packed_before_its_first_row_packs_from_there() -> None:
     layer = KVCache()
-    layer.reencode(Affine(8, 32))
+    layer.reencode(Layout.both(Affine(8, 32)))
     rows = rows_of([1, 2, 3])
     keys, _ = layer.update_and_fetch(rows, rows)
     assert len(keys) == 3
-    assert layer.codec == Affine(8, 32)
+    assert layer.layout == Layout.both(Affine(8, 32))
 
 
 def test_a_layer_trimmed_to_nothing_can_still_be_changed_and_filled_again() -> None:
     for change in (
-        lambda layer: layer.reencode(Affine(8, 32)),
+        lambda layer: layer.reencode(Layout.both(Affine(8, 32))),
         lambda layer: layer.compact(),
         lambda layer: layer.to_quantized(32, 4),
         lambda layer: None,
@@ -340,8 +340,8 @@ def test_a_layer_trimmed_to_nothing_can_still_be_changed_and_filled_again() -> N
 
 def test_going_back_to_dense_rows_returns_plain_arrays() -> None:
     layer = filled(KVCache, 6)
-    layer.reencode(Affine(8, 32))
-    layer.reencode(Dense())
+    layer.reencode(Layout.both(Affine(8, 32)))
+    layer.reencode(Layout.both(Dense()))
     keys, values = layer.keys_and_values()
     assert isinstance(keys, mx.array)
     assert isinstance(values, mx.array)
@@ -384,7 +384,7 @@ def test_nested_entries_count_and_name_what_is_inside_them() -> None:
     assert entry.nbytes == entry[0].nbytes + entry[1].nbytes
     assert entry.nbytes_live < entry.nbytes_allocated
     assert not entry.changed
-    entry[1].reencode(Affine(8, 32))
+    entry[1].reencode(Layout.both(Affine(8, 32)))
     assert entry.changed
     assert not entry.is_trimmable()
     assert entry.trim(1) == 0

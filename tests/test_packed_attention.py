@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -15,8 +14,8 @@ from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
 from lumina_cache.backend import packed as module
 from lumina_cache.backend.packed import PackedLayout, attend
-from lumina_cache.codecs.affine import Affine
-from lumina_cache.codecs.dense import Dense
+from lumina_cache.codecs import CODECS, Affine, AffineFetch, Codec, Dense, Hadamard, KiviKeys
+from lumina_cache.codecs.formats import MXFP4, MXFP8, NVFP4
 from lumina_cache.errors import AttentionInputError
 
 MASKS = (
@@ -54,36 +53,19 @@ class Case:
     max_score_bytes: int = module.MAX_SCORE_BYTES
 
     @property
-    def layouts(self) -> tuple[PackedLayout, PackedLayout]:
-        rotated = self.kind == "rotated"
-        values = PackedLayout(self.bits, self.group, rotated=rotated)
-        return replace(values, per_channel=self.kind == "kivi"), values
+    def codecs(self) -> tuple[Codec, Codec]:
+        formats = {"mxfp4": MXFP4, "mxfp8": MXFP8, "nvfp4": NVFP4}
+        if self.kind in formats:
+            return formats[self.kind], formats[self.kind]
+        keys = {"affine": Affine, "kivi": KiviKeys, "rotated": Hadamard}[self.kind]
+        values = Hadamard if self.kind == "rotated" else AffineFetch
+        return keys(self.bits, self.group), values(self.bits, self.group)
 
 
-def _encode(rows: mx.array, layout: PackedLayout) -> tuple[mx.array, ...] | None:
-    if rows.shape[2] == 0:
-        return None
-    if layout.rotated:
-        rows = mx.hadamard_transform(rows)
-    if layout.per_channel:
-        rows = mx.contiguous(rows.swapaxes(-1, -2))
-    return tuple(mx.quantize(rows, group_size=layout.group_size, bits=layout.bits))
-
-
-def _decode(encoded: tuple[mx.array, ...], layout: PackedLayout) -> np.ndarray:
-    """Dense rows, float64."""
-    rows = mx.dequantize(*encoded, group_size=layout.group_size, bits=layout.bits).astype(mx.float32)
-    if layout.per_channel:
-        rows = rows.swapaxes(-1, -2)
-    out = np.array(rows, dtype=np.float64)
-    if layout.rotated:
-        out = out @ _rotated_back(out.shape[-1])
-    return out
-
-
-@cache
-def _rotated_back(width: int) -> np.ndarray:
-    return np.linalg.inv(np.array(mx.hadamard_transform(mx.eye(width)), dtype=np.float64))
+def layout_of(codec: Codec) -> PackedLayout:
+    layout = PackedLayout.of(codec)
+    assert layout is not None
+    return layout
 
 
 def _mask(case: Case, rng: np.random.Generator) -> Any:
@@ -118,10 +100,13 @@ def _inputs(case: Case, seed: int) -> tuple[list[Any], dict[str, Any]]:
     def normal(*shape: int) -> mx.array:
         return mx.array(rng.normal(size=shape).astype(np.float32)).astype(case.dtype)
 
-    key_layout, value_layout = case.layouts
+    key_codec, value_codec = case.codecs
+
+    def sealed(width: int, codec: Codec) -> Any:
+        return codec.encode(normal(case.batch, case.heads, case.packed, width)) if case.packed else None
+
     queries = normal(case.batch, case.heads * case.repeats, case.n, case.width)
-    keys = _encode(normal(case.batch, case.heads, case.packed, case.width), key_layout)
-    values = _encode(normal(case.batch, case.heads, case.packed, case.value_width), value_layout)
+    keys, values = sealed(case.width, key_codec), sealed(case.value_width, value_codec)
     tails = (
         (None, None)
         if case.dense == 0
@@ -135,17 +120,19 @@ def _inputs(case: Case, seed: int) -> tuple[list[Any], dict[str, Any]]:
         "mask": _mask(case, rng),
         "sinks": normal(case.heads * case.repeats) if case.sinks else None,
     }
-    return [queries, keys, values, key_layout, value_layout, *tails], options
+    return [queries, keys, values, layout_of(key_codec), layout_of(value_codec), *tails], options
 
 
 def _rows(case: Case, positional: list[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """All keys and values, decoded."""
-    _, keys, values, key_layout, value_layout, tail_keys, tail_values = positional
+    """All keys and values, decoded; float64."""
+    _, keys, values, _, _, tail_keys, tail_values = positional
     sides = []
-    for encoded, layout, tail in ((keys, key_layout, tail_keys), (values, value_layout, tail_values)):
-        parts = [] if encoded is None else [_decode(encoded, layout)]
-        parts += [] if tail is None else [np.array(tail.astype(mx.float32), dtype=np.float64)]
-        sides.append(np.concatenate(parts, axis=2))
+    for encoded, codec, tail in zip((keys, values), case.codecs, (tail_keys, tail_values), strict=True):
+        parts = [] if encoded is None else [codec.decode(encoded, case.dtype)]
+        parts += [] if tail is None else [tail]
+        sides.append(
+            np.concatenate([np.array(a.astype(mx.float32), dtype=np.float64) for a in parts], axis=2)
+        )
     return sides[0], sides[1]
 
 
@@ -207,6 +194,13 @@ def test_it_is_attention_over_the_decoded_rows_for_every_packing(kind, bits, gro
     check(Case(kind=kind, bits=bits, group=group, n=7, mask="causal"))
 
 
+@pytest.mark.parametrize("kind", ["mxfp4", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("n", [1, 7])
+def test_formats_with_a_shared_scale_are_read_as_well(kind, n):
+    check(Case(kind=kind, n=n, mask="causal"))
+    check(Case(kind=kind, n=n, mask="causal", repeats=16))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("repeats", [1, 2, 3, 8])
 @pytest.mark.parametrize("n", [1, 2, 17])
@@ -259,12 +253,10 @@ def test_rotations_of_widths_whose_hadamard_matrix_is_not_its_own_inverse_are_un
 
 
 def test_sides_may_have_packings_of_their_own():
-    positional, options = _inputs(Case(kind="kivi", bits=8, group=64), 0)
-    values = mx.array(np.random.default_rng(1).normal(size=(1, 2, 128, 128)).astype(np.float32))
-    positional[4] = PackedLayout(2, 32, rotated=True)
-    positional[2] = _encode(values, positional[4])
-    got = np.array(attend(*positional, **options))
-    np.testing.assert_allclose(got, _by_numpy(Case(), positional, options), atol=1e-4, rtol=0)
+    class Own(Case):
+        codecs = (KiviKeys(8, 64), Hadamard(2, 32))
+
+    check(Own())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -308,9 +300,20 @@ def test_any_call_is_attention_over_the_decoded_rows(case, seed):
     check(case, seed)
 
 
-def test_a_layout_is_read_off_a_codec():
-    assert PackedLayout.of(Affine(4, 64)) == PackedLayout(4, 64)
+@pytest.mark.parametrize("family", CODECS.values(), ids=CODECS)
+def test_every_codec_has_a_layout(family):
+    for bits in family.method.bits:
+        for codec in family.make(bits, bits, family.method.groups[0]):
+            assert PackedLayout.of(codec) is not None
+
+
+def test_rows_of_an_unknown_codec_have_no_layout():
+    @dataclass(frozen=True)
+    class Shifted(Affine):
+        """Codes of something else than the rows."""
+
     assert PackedLayout.of(Dense()) is None
+    assert PackedLayout.of(Shifted(4, 64)) is None
 
 
 def _call(**changes: Any) -> mx.array:

@@ -218,7 +218,7 @@ def test_the_drafts_growth_alone_can_make_the_target_pack(tiny: Any, draft: Any)
     for i in range(200, 400):
         feed(draft, cache[2:], tokens(1, seed=i), [1])
         assert allocated(cache) <= budget
-    assert {leaf.codec.packed for leaf in leaves(cache[:2])} == {True}
+    assert {leaf.layout.packed for leaf in leaves(cache[:2])} == {True}
 
 
 def test_a_stock_cache_and_ours_may_be_given_apart(tiny: Any, draft: Any) -> None:

@@ -68,9 +68,13 @@ class DiskProbe:
 
 
 def default_directory() -> Path:
-    """Where rows would go without a word from the user: below ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Where rows go without a word from the user.
+
+    Below ``$XDG_CACHE_HOME`` if that is set, else ``~/Library/Caches`` (macOS) or ``~/.cache``.
+    """
     root = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "lumina_cache"
+    usual = Path.home() / ("Library/Caches" if sys.platform == "darwin" else ".cache")
+    return (Path(root) if os.path.isabs(root) else usual) / "lumina_cache"
 
 
 def probe_disk(

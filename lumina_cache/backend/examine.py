@@ -11,21 +11,23 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.base import create_causal_mask
 
-from ..codecs import Codec
-from ..codecs.base import Encoded, cut_rows
-from ..layers import KVCache, leaves
+from ..codecs import Codec, Layout
+from ..codecs.base import Encoded
+from ..estimate import LANE_KINDS
+from ..layers import ChunkedKVCache, KVCache, RotatingKVCache, leaves
 from .bench import FILLED, Bench, Leaf, attempt, divergence, forward, leaf_of, watched
 from .capabilities import (
     ARRAY_MASK,
     DENSE_REENCODE,
     RAGGED_LAYERS,
     RESERVE,
+    ROW_CHOICE,
     ROW_GATHER,
     Capability,
     Outcome,
@@ -70,7 +72,7 @@ def examine(model: Any, known: Mapping[Capability, Outcome]) -> Examination:
     except Exception as error:
         reason = f"the model could not be examined: {first_line(error)}"
         absent = Outcome(False, reason, time.perf_counter() - start)
-        every = (RAGGED_LAYERS, DENSE_REENCODE, ARRAY_MASK, RESERVE)
+        every = (RAGGED_LAYERS, ROW_CHOICE, DENSE_REENCODE, ARRAY_MASK, RESERVE)
         return Examination((), dict.fromkeys(every, absent), time.perf_counter() - start)
     return Examination(found, outcomes, time.perf_counter() - start)
 
@@ -86,9 +88,13 @@ def _examined(
     )
     if not kv:
         absent = Outcome(False, "the model holds no K/V rows that could be changed")
-        return found, dict.fromkeys((RAGGED_LAYERS, DENSE_REENCODE, ARRAY_MASK, RESERVE), absent)
+        outcomes = dict.fromkeys((RAGGED_LAYERS, ROW_CHOICE, DENSE_REENCODE, ARRAY_MASK, RESERVE), absent)
+        if any(leaf.kind in LANE_KINDS and leaf.updated for leaf in found):
+            outcomes[DENSE_REENCODE] = attempt(lambda: _reencoded(bench))
+        return found, outcomes
     outcomes = {
         RAGGED_LAYERS: _ragged(bench, known.get(ROW_GATHER)),
+        ROW_CHOICE: _chosen(bench, known.get(ROW_GATHER)),
         DENSE_REENCODE: attempt(lambda: _reencoded(bench)),
         **_unfelt(bench),
     }
@@ -160,11 +166,35 @@ def _ragged(bench: Bench, gather: Outcome | None) -> Outcome:
     return Outcome(False, f"layers share one array mask ({one.reason})", seconds)
 
 
+def _chosen(bench: Bench, gather: Outcome | None) -> Outcome:
+    """Other rows in every head and layer, as many in each: in a step of two tokens, and in one of one."""
+    if gather is not None and not gather.present:
+        return gather
+
+    def run(tokens: int) -> None:
+        entries = bench.fresh()
+        for number, leaf in enumerate(bench.of_entries(entries)):
+            batch, heads = leaf.keys.shape[:2]
+            rng = np.random.default_rng(number)
+            rows = [np.sort(rng.choice(FILLED, UNEVEN[0], replace=False)) for _ in range(batch * heads)]
+            leaf.gather(np.stack(rows).reshape(batch, heads, -1).astype(np.int32))
+        _run(bench, entries, tokens)
+
+    more = attempt(lambda: run(2))
+    return more if not more.present else attempt(lambda: run(1))
+
+
 @dataclass(frozen=True)
 class _RowwiseInt8(Codec):
     """int8 codes and one scale per row and head: a codec that takes any head dim."""
 
-    packed: ClassVar[bool] = False
+    @property
+    def spans(self) -> tuple[int, ...]:
+        return (1, 1)
+
+    @property
+    def code_bits(self) -> int:
+        return 8
 
     def encode(self, rows: mx.array) -> Encoded:
         if rows.shape[-1] == 0:
@@ -172,34 +202,21 @@ class _RowwiseInt8(Codec):
         scale = mx.maximum(mx.abs(rows).max(axis=-1, keepdims=True), 1e-6) / 127
         return mx.round(rows / scale).astype(mx.int8), scale.astype(rows.dtype)
 
-    def decode(self, encoded: Encoded) -> mx.array:
+    def decode(self, encoded: Encoded, dtype: mx.Dtype) -> mx.array:
         codes, scale = encoded
-        return codes.astype(scale.dtype) * scale
+        return (codes.astype(scale.dtype) * scale).astype(dtype)
 
-    def row_nbytes(self, head_dim: int, itemsize: int) -> int:
-        return head_dim + itemsize
-
-
-class _DecodedOnFetch(KVCache):
-    """A layer that stores rows in any codec and hands out dense ones."""
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        super().update_and_fetch(keys, values)
-        return self.keys_and_values()
-
-    def keys_and_values(self) -> tuple[Any, Any]:
-        return (
-            self.codec.decode(cut_rows(tuple(self.keys), self.rows)),
-            self.codec.decode(cut_rows(tuple(self.values), self.rows)),
-        )
+    def row_nbytes(self, width: int, itemsize: int) -> int:
+        raise NotImplementedError("only the probe stores rows like this, and it counts no bytes")
 
 
 def _reencoded(bench: Bench) -> None:
-    """Rows held as int8 and decoded when they are fetched."""
+    """Rows held as int8 and decoded when they are fetched, sliding windows and attention chunks included."""
     entries = bench.fresh()
-    for leaf in bench.of_entries(entries):
-        leaf.__class__ = _DecodedOnFetch
-        leaf.reencode(_RowwiseInt8())
+    codec = _RowwiseInt8()
+    for leaf in leaves(entries):
+        if isinstance(leaf, KVCache | RotatingKVCache | ChunkedKVCache) and leaf.rows > 0:
+            leaf.reencode(Layout.both(codec))
     off = divergence(bench.chunk, forward(bench.model, entries, 2, FILLED))
     if not off <= MOST_KL:
         raise ValueError(f"rows decoded on fetch from 8 bits move the logits by {off:.3g} nats")

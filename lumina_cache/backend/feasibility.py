@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..actions import Action, Evict, Keep, Quantize, Reclaim
+from ..actions import Action, Evict, Keep, Plan, Quantize, Reclaim
 from ..apply import not_built
-from ..estimate import Held, transient_of_action
+from ..codecs import Layout
+from ..estimate import LANE_KINDS, Held, applies, transient_of_action
 from .capabilities import BackendProfile, Capability
 
 __all__ = ["Reason", "Verdict", "classify"]
@@ -20,7 +21,8 @@ __all__ = ["Reason", "Verdict", "classify"]
 class Reason:
     """Why an action is outside F. ``code`` is for programs, ``text`` for people, with the numbers if any."""
 
-    #: not_built, missing_capability, too_few_rows, nothing_to_change, exceeds_memory, rows_must_stay or already_coarser
+    #: not_built, missing_capability, head_dim, too_few_rows, nothing_to_change, exceeds_memory, rows_must_stay or
+    #: already_coarser
     code: str
     text: str
     wanted: int | None = None
@@ -52,22 +54,28 @@ def classify(
     *,
     available: int | None = None,
     rows_must_stay: bool = False,
+    pinned: int = 0,
 ) -> tuple[Verdict, ...]:
     """Judge every action.
 
     Args:
         layers: what is held now, per leaf.
         available: bytes that may still be allocated while an action is carried out; None when that is not known.
+        pinned: rows that the caller protects from eviction.
         rows_must_stay: whether the caller will take tokens back (speculative decoding), so that no row may go.
     """
     changeable = [one for one in layers if one.changeable]
+    lanes = [one for one in layers if one.kind in LANE_KINDS and one.rows > 0]
     facts = _Facts(
         profile=profile,
         rows=max((one.rows for one in changeable), default=0),
-        coarsest=min((one.bits for one in changeable if one.bits), default=None),
-        largest=_largest(changeable),
+        lanes=tuple(lanes),
+        coarsest=_coarsest([one.layout for one in (*changeable, *lanes)]),
+        dims=tuple(dict.fromkeys((one.kind, one.key_dim, one.value_dim) for one in (*changeable, *lanes))),
+        largest=_largest([*changeable, *lanes]),
         available=available,
         rows_must_stay=rows_must_stay,
+        pinned=pinned,
         missing={},
     )
     return tuple(Verdict(action, _reasons(action, facts)) for action in actions)
@@ -79,18 +87,21 @@ class _Facts:
 
     profile: BackendProfile
     rows: int
-    coarsest: int | None
+    lanes: tuple[Held, ...]  #: sliding windows and attention chunks
+    coarsest: tuple[int, int]  #: bits of keys and of values
+    dims: tuple[tuple[str, int, int], ...]  #: kinds of layers with their head dims
     largest: tuple[Held, ...]
     available: int | None
     rows_must_stay: bool
+    pinned: int
     missing: dict[frozenset[Capability], tuple[Reason, ...]]  #: filled as sets of requirements come up
 
 
 def _largest(layers: Sequence[Held]) -> tuple[Held, ...]:
     """Layers that no other one exceeds in rows and width; one of them needs most memory whatever the action."""
-    best: dict[tuple[int, int | None, int], list[Held]] = {}
+    best: dict[tuple[int, Layout, int, int], list[Held]] = {}
     for one in sorted(layers, key=lambda h: (h.rows, h.key_width + h.value_width), reverse=True):
-        front = best.setdefault((one.itemsize, one.bits, one.group_size), [])
+        front = best.setdefault((one.itemsize, one.layout, one.tail, one.on_disk), [])
         if not front or one.key_width + one.value_width > front[-1].key_width + front[-1].value_width:
             front.append(replace(one, count=1, index=max(0, one.index)))
     return tuple(one for front in best.values() for one in front)
@@ -106,41 +117,86 @@ def _missing(requires: frozenset[Capability], facts: _Facts) -> tuple[Reason, ..
     return facts.missing[requires]
 
 
+#: Bits of rows that nothing has encoded yet.
+_DENSE_BITS = 1 << 10
+
+
+def _coarsest(layouts: Sequence[Layout]) -> tuple[int, int]:
+    keys = min((x.keys.code_bits or _DENSE_BITS for x in layouts), default=_DENSE_BITS)
+    values = min((x.values.code_bits or _DENSE_BITS for x in layouts), default=_DENSE_BITS)
+    return keys, values
+
+
 def _reasons(action: Action, facts: _Facts) -> tuple[Reason, ...]:
     found = list(_missing(action.requires, facts))
     unbuilt = not_built(action)
     if unbuilt is not None:
         found.insert(0, Reason("not_built", f"this version of lumina_cache has no code for {unbuilt}"))
-    changes_rows = not isinstance(action, Keep | Reclaim)
-    if changes_rows and facts.rows == 0:
+    if isinstance(action, Plan):
+        each = dict.fromkeys(part for _, part in action.assignments)
+        more = [r for part in each for r in _reasons(part, facts) if r.code not in _SAID_OF_THE_WHOLE]
+        return tuple(dict.fromkeys([*found, *more]))
+    if _changes_rows(action) and not _touches(action, facts):
         found.append(_NOTHING)
         return tuple(found)
     rows, coarsest = facts.rows, facts.coarsest  # as the parts so far leave them
     for part in action.parts:
         if isinstance(part, Evict):
-            found += _against_eviction(part, rows, facts.rows_must_stay)
+            found += _against_eviction(part, rows, facts)
             rows = part.rows_kept(rows)
         elif isinstance(part, Quantize):
-            if coarsest is not None and part.key_bits >= coarsest:
-                text = (
-                    f"rows are held at {coarsest} bits already; re-encoding at {part.key_bits} cannot bring "
-                    "detail back"
-                )
-                found.append(Reason("already_coarser", text, part.key_bits, coarsest))
-            coarsest = part.key_bits
-    if not found and changes_rows and facts.available is not None:
+            found += _against_codec(part, coarsest, facts)
+            coarsest = part.key_bits, part.value_bits
+    if not found and _changes_rows(action) and facts.available is not None:
         found += _against_memory(action, facts, facts.available)
     return tuple(found)
+
+
+#: Reasons that a plan gives for itself, so that its parts need not.
+_SAID_OF_THE_WHOLE = ("not_built", "missing_capability")
+
+
+def _changes_rows(action: Action) -> bool:
+    return not isinstance(action, Keep | Reclaim)
+
+
+def _touches(action: Action, facts: _Facts) -> bool:
+    """Whether any layer holds rows that the action applies to."""
+    return facts.rows > 0 or any(applies(one, part) for part in action.parts for one in facts.lanes)
+
+
+def _against_codec(action: Quantize, coarsest: tuple[int, int], facts: _Facts) -> Iterable[Reason]:
+    keys, values = action.key_bits, action.value_bits
+    if keys > coarsest[0] or values > coarsest[1] or (keys, values) == coarsest:
+        now = coarsest[0] if keys >= coarsest[0] else coarsest[1]
+        text = f"rows are held at {now} bits already; re-encoding at {max(keys, values)} cannot bring detail back"
+        yield Reason("already_coarser", text, max(keys, values), now)
+    layout = action.layout
+    if layout is None:
+        return
+    if facts.rows_must_stay and layout.unit > 1:
+        yield Reason(
+            "rows_must_stay",
+            f"tokens may be taken back (speculative decoding), and rows that were encoded {layout.unit} at a time "
+            "would come back with an error",
+        )
+    for kind, key_dim, value_dim in facts.dims:
+        if kind in LANE_KINDS and (layout.unit > 1 or layout.packed):
+            continue  # such layers are left as they are
+        misfit = layout.why_not(key_dim, value_dim)
+        if misfit is not None:
+            yield Reason("head_dim", misfit)
+            return
 
 
 _NOTHING = Reason("nothing_to_change", "no layer holds rows that an action could change")
 _MUST_STAY = Reason("rows_must_stay", "tokens may be taken back (speculative decoding), so rows must stay")
 
 
-def _against_eviction(action: Evict, rows: int, rows_must_stay: bool) -> Iterable[Reason]:
-    if rows_must_stay:
+def _against_eviction(action: Evict, rows: int, facts: _Facts) -> Iterable[Reason]:
+    if facts.rows_must_stay:
         yield _MUST_STAY
-    kept, guarded = action.rows_kept(rows), action.sinks + action.recent
+    kept, guarded = action.rows_kept(rows), action.sinks + facts.pinned + action.recent
     if kept >= rows:
         text = f"{kept} rows asked, {rows} held: nothing to evict"
         yield Reason("too_few_rows", text, kept, rows)

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..codecs import Affine
+from ..codecs import Affine, Layout
 from ..layers import KVCache, leaves
 from .bench import FILLED, Bench, Leaf, divergence, forward, in_mlx_lm
 from .capabilities import (
@@ -175,7 +175,7 @@ class PackedSearch:
         latent = any(_is_latent(self.bench.model, leaf) for leaf in chosen)
         try:
             for leaf in chosen:
-                leaf.reencode(codec)
+                leaf.reencode(Layout.both(codec))
             chunk = forward(self.bench.model, entries, 2, FILLED)
             if single:
                 forward(self.bench.model, entries, 1, FILLED + 2)

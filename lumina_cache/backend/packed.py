@@ -23,8 +23,11 @@ from typing import Literal, NamedTuple
 
 import mlx.core as mx
 
-from ..codecs.affine import Affine
+from ..codecs.affine import Affine, AffineFetch
 from ..codecs.base import STEP, Codec, Encoded
+from ..codecs.formats import ElementFormat
+from ..codecs.hadamard import Hadamard, rotate, rotate_back
+from ..codecs.kivi import KiviKeys
 from ..errors import AttentionInputError
 
 __all__ = ["MAX_SCORE_BYTES", "PackedLayout", "attend"]
@@ -48,19 +51,27 @@ Mask = mx.array | Literal["causal"] | None
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """How codes are to be read. ``per_channel``: packed along tokens; ``rotated``: of rows in Hadamard's basis."""
+    """How codes are to be read.
+
+    ``per_channel``: groups run along tokens; ``rotated``: the rows are in Hadamard's basis; ``mode``: that of
+    ``mlx.core.quantize``, without biases unless it is "affine".
+    """
 
     bits: int
     group_size: int
     per_channel: bool = False
     rotated: bool = False
+    mode: str = "affine"
 
     @classmethod
     def of(cls, codec: Codec) -> PackedLayout | None:
         """The layout of a codec's rows; None if they cannot be attended to as codes."""
-        if not isinstance(codec, Affine):
+        if isinstance(codec, ElementFormat):
+            return cls(codec.bits, codec.group_size, mode=codec.name)
+        if type(codec) not in (Affine, AffineFetch, Hadamard, KiviKeys):
             return None
-        return cls(codec.bits, codec.group_size)
+        assert isinstance(codec, Affine)
+        return cls(codec.bits, codec.group_size, isinstance(codec, KiviKeys), isinstance(codec, Hadamard))
 
 
 def attend(
@@ -82,7 +93,7 @@ def attend(
 
     Args:
         queries: (B, Hq, N, D), Hq a multiple of the number H of K/V heads.
-        keys: codes, scales and biases of P packed rows: (B, H, P, ·), or (B, H, D, ·) per channel; None for no rows.
+        keys: P packed rows as their codec gives them: (B, H, P, ·), or (B, H, D, ·) per channel; None for no rows.
         values: the same of the values, of Dv elements each, never per channel.
         tail_keys: (B, H, R, D), the dense rows behind the packed ones; None for none.
         tail_values: (B, H, R, Dv).
@@ -337,7 +348,7 @@ def _attend_block(scaled: mx.array, call: _Call, rows: _Rows, start: int, size: 
     grouped = (call.batch, rows.heads, call.repeats, n)
     plain = scaled.reshape(call.batch, rows.heads, call.repeats * n, rows.width)
     rotates = rows.packed > 0 and rows.key_layout.rotated
-    queries = _Queries(plain, mx.hadamard_transform(plain) if rotates else plain)
+    queries = _Queries(plain, rotate(plain) if rotates else plain)
     sinks = None if call.sinks is None else call.sinks.reshape(1, rows.heads, call.repeats, 1, 1)
     tiles = list(_tiles(rows, size))
     if call.mask is not None and isinstance(call.mask, str):
@@ -438,7 +449,7 @@ def _weighted(weights: mx.array, rows: _Rows, tile: _Tile) -> mx.array:
         values = _part(rows.values, tile.start, tile.packed_end, rows.packed, 2)
         of_packed = weights[..., : tile.packed] if tile.dense else weights
         out = _product(of_packed, values, rows.value_layout, transposed=False)
-        parts.append(_unrotated(out) if rows.value_layout.rotated else out)
+        parts.append(rotate_back(out) if rows.value_layout.rotated else out)
     if tile.dense:
         (dense,) = _part(rows.tail[1:], *rows.in_tail(tile), 2)
         parts.append(weights[..., tile.packed :] @ dense)
@@ -447,13 +458,13 @@ def _weighted(weights: mx.array, rows: _Rows, tile: _Tile) -> mx.array:
 
 def _product(x: mx.array, encoded: Encoded, layout: PackedLayout, transposed: bool) -> mx.array:
     """``x·w``, or ``x·wᵀ`` if ``transposed``, with w the matrix that is packed."""
-    codes, scales, biases = encoded
+    codes, scales = encoded[:2]
+    biases = encoded[2] if len(encoded) > 2 else None
+    group_size, bits, mode = layout.group_size, layout.bits, layout.mode
     if _decodes(x.shape[-2], transposed):
-        w = mx.dequantize(codes, scales, biases, group_size=layout.group_size, bits=layout.bits)
+        w = mx.dequantize(codes, scales, biases, group_size, bits, mode, dtype=x.dtype)
         return x @ (w.swapaxes(-1, -2) if transposed else w)
-    return mx.quantized_matmul(
-        x, codes, scales, biases, transpose=transposed, group_size=layout.group_size, bits=layout.bits
-    )
+    return mx.quantized_matmul(x, codes, scales, biases, transposed, group_size, bits, mode)
 
 
 def _part(arrays: Encoded, start: int, end: int, rows: int, axis: int) -> Encoded:
@@ -464,12 +475,3 @@ def _part(arrays: Encoded, start: int, end: int, rows: int, axis: int) -> Encode
     if axis == 2:
         return tuple(a[:, :, i:j] for a, (i, j) in zip(arrays, ends, strict=True))
     return tuple(a[..., i:j] for a, (i, j) in zip(arrays, ends, strict=True))
-
-
-def _unrotated(rows: mx.array) -> mx.array:
-    """Rows (…, D) back from Hadamard's basis."""
-    width = rows.shape[-1]
-    if width & (width - 1) == 0:
-        return mx.hadamard_transform(rows)
-    # Hadamard matrices of other orders need not be symmetric (MLX's of 20 and 28 are not): the inverse is the transpose.
-    return rows @ mx.hadamard_transform(mx.eye(width, dtype=rows.dtype)).T

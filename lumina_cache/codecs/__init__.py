@@ -5,17 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from . import affine, affine_fetch
-from .affine import Affine
-from .affine_fetch import AffineFetch
+from . import affine, affine_fetch, formats, hadamard, kivi
+from .affine import Affine, AffineFetch
 from .base import Codec, CodecFamily, Sides
 from .dense import Dense
+from .formats import ElementFormat
+from .hadamard import Hadamard
+from .kivi import KiviKeys
+from .layout import Layout
 
-__all__ = ["CODECS", "Affine", "AffineFetch", "Codec", "CodecFamily", "Dense", "Sides"]
+__all__ = [
+    "CODECS",
+    "Affine",
+    "AffineFetch",
+    "Codec",
+    "CodecFamily",
+    "Dense",
+    "ElementFormat",
+    "Hadamard",
+    "KiviKeys",
+    "Layout",
+    "Sides",
+]
 
 FAMILIES: tuple[CodecFamily, ...] = (
     affine.FAMILY,
     affine_fetch.FAMILY,
+    hadamard.FAMILY,
+    kivi.FAMILY,
+    *formats.FAMILIES,
 )
 
 #: Codecs by the name they have in an action's text form.

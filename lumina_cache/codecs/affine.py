@@ -15,7 +15,7 @@ import mlx.core as mx
 from ..method import quant_method
 from .base import Codec, CodecFamily, Encoded, Sides
 
-__all__ = ["FAMILY", "Affine"]
+__all__ = ["FAMILY", "Affine", "AffineFetch"]
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,22 @@ class Affine(Codec):
     def code_bits(self) -> int:
         return self.bits
 
+    def to_grouped(self, rows: mx.array) -> mx.array:
+        """What is quantised of ``rows`` (B, H, T, D): an array whose last axis is cut into groups."""
+        return rows
+
+    def from_grouped(self, grouped: mx.array) -> mx.array:
+        """The inverse of :meth:`to_grouped`."""
+        return grouped
+
     def encode(self, rows: mx.array) -> Encoded:
-        return tuple(mx.quantize(rows, group_size=self.group_size, bits=self.bits))
+        codes, scales, biases = mx.quantize(self.to_grouped(rows), group_size=self.group_size, bits=self.bits)
+        return codes, scales.astype(rows.dtype), biases.astype(rows.dtype)
 
     def decode(self, encoded: Encoded, dtype: mx.Dtype) -> mx.array:
         codes, scales, biases = encoded
-        return mx.dequantize(codes, scales, biases, group_size=self.group_size, bits=self.bits).astype(dtype)
+        grouped = mx.dequantize(codes, scales, biases, group_size=self.group_size, bits=self.bits)
+        return self.from_grouped(grouped.astype(dtype))
 
     def row_nbytes(self, width: int, itemsize: int) -> int:
         return width * self.bits // 8 + 2 * (width // self.group_size) * itemsize
@@ -51,8 +61,17 @@ class Affine(Codec):
         return f"groups of {self.group_size} do not divide a head dim of {head_dim}"
 
 
+@dataclass(frozen=True)
+class AffineFetch(Affine):
+    """The same codes, decoded when the rows are fetched: dense arrays are what the attention gets."""
+
+    packed: ClassVar[bool] = False
+
+
 def _make(key_bits: int, value_bits: int, group_size: int) -> Sides:
-    return Sides(Affine(key_bits, group_size), Affine(value_bits, group_size))
+    # mlx-lm's packed attention reads one pair of (bits, group size) for keys and values alike.
+    codec = Affine if key_bits == value_bits else AffineFetch
+    return Sides(codec(key_bits, group_size), codec(value_bits, group_size))
 
 
 # What it needs depends on bits and group size: see Quantize.requires.

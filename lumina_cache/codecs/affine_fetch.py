@@ -6,22 +6,12 @@ borrowed K/V, sliding windows) and for unequal bits of keys and values, at the p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from ..backend.capabilities import DENSE_REENCODE
 from ..method import quant_method
-from .affine import Affine
+from .affine import AffineFetch
 from .base import CodecFamily, Sides
 
-__all__ = ["FAMILY", "AffineFetch"]
-
-
-@dataclass(frozen=True)
-class AffineFetch(Affine):
-    """As :class:`Affine`; dense arrays are what the attention gets."""
-
-    packed: ClassVar[bool] = False
+__all__ = ["FAMILY"]
 
 
 def _make(key_bits: int, value_bits: int, group_size: int) -> Sides:

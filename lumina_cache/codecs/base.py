@@ -29,7 +29,9 @@ __all__ = [
     "encoded_nbytes",
     "gather_rows",
     "grown_capacity",
+    "join_rows",
     "own_rows",
+    "slice_rows",
 ]
 
 #: Rows by which buffers grow, as in ``mlx_lm.models.cache.KVCache.step``.
@@ -150,12 +152,22 @@ def _zeros(like: mx.array, rows: int, codec: Codec, which: int) -> mx.array:
 
 def cut_rows(buffers: Encoded, rows: int, codec: Codec) -> Encoded:
     """The first ``rows`` rows, as views of the buffers."""
-    if rows == capacity_of(buffers, codec):
-        return buffers
-    ends = [rows // codec.block * span for span in codec.spans]
+    return buffers if rows == capacity_of(buffers, codec) else slice_rows(buffers, 0, rows, codec)
+
+
+def slice_rows(buffers: Encoded, first: int, end: int, codec: Codec) -> Encoded:
+    """Rows [first, end), both on block boundaries, as views of the buffers."""
+    where = [slice(first // codec.block * span, end // codec.block * span) for span in codec.spans]
     if codec.axis == 2:
-        return tuple(a[:, :, :end] for a, end in zip(buffers, ends, strict=True))
-    return tuple(a[..., :end] for a, end in zip(buffers, ends, strict=True))
+        return tuple(a[:, :, w] for a, w in zip(buffers, where, strict=True))
+    return tuple(a[..., w] for a, w in zip(buffers, where, strict=True))
+
+
+def join_rows(pieces: Sequence[Encoded], codec: Codec) -> Encoded:
+    """Several runs of rows, one behind the other."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return tuple(mx.concatenate(list(one), codec.axis) for one in zip(*pieces, strict=True))
 
 
 def gather_rows(buffers: Encoded, index: mx.array, codec: Codec) -> Encoded:

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..method import Method
 
-__all__ = ["Scorer"]
+__all__ = ["Scorer", "given"]
 
 
 @dataclass(frozen=True)
@@ -30,3 +30,10 @@ class Scorer(ABC):
             values: (B, H, T, Dv).
             positions: absolute positions (B, H, T) int32, ascending along T.
         """
+
+
+def given(rows: mx.array | None) -> mx.array:
+    """``rows``; raises TypeError where a scorer that reads them was handed None."""
+    if rows is None:
+        raise TypeError("this scorer reads keys or values that were not passed: see Scorer.reads_rows")
+    return rows

@@ -7,7 +7,9 @@ import mlx.core as mx
 __all__ = ["protected_rows", "select"]
 
 
-def protected_rows(positions: mx.array, sinks: int, recent: int, pinned: tuple[tuple[int, int], ...]) -> mx.array:
+def protected_rows(
+    positions: mx.array, sinks: int, recent: int, pinned: tuple[tuple[int, int], ...]
+) -> mx.array:
     """Rows that must stay: bool (B, H, T).
 
     Args:
@@ -26,17 +28,20 @@ def protected_rows(positions: mx.array, sinks: int, recent: int, pinned: tuple[t
 def select(scores: mx.array, kept: int, protected: mx.array) -> mx.array:
     """Indices (B, H, kept) int32, ascending, of the rows that stay: the protected ones, then the highest scores.
 
-    Of equal scores the newer row stays. Where more rows are protected than may stay, the newest protected ones go last.
+    Of equal scores the newer row stays. Where more rows are protected than may stay, the newest of them do.
 
     Args:
         scores: (B, H, T), higher is better; rows whose score is not a number rank below all others.
+        kept: how many rows stay; all of them where it is more than T.
         protected: bool (B, H, T).
     """
-    scores = mx.where(mx.isnan(scores), -mx.inf, scores.astype(mx.float32))
-    # Ranks instead of scores, so that adding T to the protected ones puts them first without losing any precision.
-    # Flipped, because argsort is stable: the newer of two equal rows gets the higher rank.
-    order = mx.argsort(scores, axis=-1)
-    rank = mx.argsort(order, axis=-1)
-    rank = mx.where(protected, rank + scores.shape[-1], rank)
-    best = mx.argsort(rank, axis=-1)[..., scores.shape[-1] - kept :]
+    rows = scores.shape[-1]
+    scores = scores.astype(mx.float32)
+    # The lowest place is for what is not a number, so minus infinity moves up to the lowest number.
+    scores = mx.where(mx.isnan(scores), -mx.inf, mx.maximum(scores, mx.finfo(mx.float32).min))
+    # Ranks instead of scores, so that the protected rows can be put above all others without losing any precision.
+    # argsort is stable, so the newer of two equal rows gets the higher rank.
+    rank = mx.argsort(mx.argsort(scores, axis=-1), axis=-1)
+    rank = mx.where(protected, mx.arange(rows, dtype=rank.dtype) + rows, rank)
+    best = mx.argsort(rank, axis=-1)[..., max(0, rows - kept) :]
     return mx.sort(best, axis=-1).astype(mx.int32)

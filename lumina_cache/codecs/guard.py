@@ -1,0 +1,62 @@
+"""The outlier guard: what an affine codec's rounding would cost, predicted from the rows before anything is encoded.
+
+A group of range r rounded to 2ᵇ levels gets an error of variance ``r²/(12·(2ᵇ − 1)²)`` (Bennett, Bell Syst. Tech. J. 27,
+1948). What attention can use of a channel is how it varies over the tokens: a part that all keys share moves every score
+alike. So the noise of a layer is the mean of that variance over its groups, and its signal the mean over the channels
+(B, H, D) of the variance along T. One channel with a large offset, such as a bias of the key projection, widens every
+group that it is in and adds no signal: that is what the quotient finds and a mean square error hides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import mlx.core as mx
+import numpy as np
+
+from ..method import AFFINE_BITS
+from .affine import Affine
+
+__all__ = ["LIMIT", "guarded_bits", "noise_to_signal"]
+
+LIMIT = 0.1
+
+
+def noise_to_signal(rows: mx.array, codec: Affine) -> float:
+    """Predicted noise over signal of storing ``rows`` (B, H, T, D), keys or values of one layer, with ``codec``.
+
+    0 where nothing would be rounded; infinite where rounding meets rows that do not vary along T at all. Above about ½
+    it says "lost" rather than by how much: an error cannot exceed the rows' own spread by the whole of the prediction.
+    Reads its result back from the device, so it belongs where rows are re-encoded, not in a step.
+    """
+    return _range_to_signal(rows, codec) / _levels_factor(codec.bits)
+
+
+def guarded_bits(
+    rows: mx.array, codec: Affine, limit: float = LIMIT, ladder: Iterable[int] = AFFINE_BITS
+) -> int | None:
+    """The fewest bits of ``ladder``, from those of ``codec`` up, that keep :func:`noise_to_signal` within ``limit``.
+
+    None if not even the most bits do: these rows should stay as they are.
+    """
+    quotient = _range_to_signal(rows, codec)
+    for bits in sorted(ladder):
+        if bits >= codec.bits and quotient / _levels_factor(bits) <= limit:
+            return bits
+    return None
+
+
+def _levels_factor(bits: int) -> float:
+    return 12.0 * float(2**bits - 1) ** 2
+
+
+def _range_to_signal(rows: mx.array, codec: Affine) -> float:
+    """Mean squared range of the groups over the mean variance of the channels along T."""
+    groups = mx.unflatten(codec.to_grouped(rows.astype(mx.float32)), -1, (-1, codec.group_size))
+    ranges = groups.max(axis=-1) - groups.min(axis=-1)
+    signal = float(np.array(mx.var(rows.astype(mx.float32), axis=2).mean()))
+    squared = float(np.array(mx.square(ranges).mean()))
+    if squared == 0.0:
+        return 0.0
+    return math.inf if signal == 0.0 else squared / signal

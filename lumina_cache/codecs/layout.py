@@ -1,0 +1,80 @@
+"""How one layer's rows are stored: the codecs of keys and values, and how many of the newest rows stay dense.
+
+Rows are *sealed* (encoded) in units from the front; what is left over behind them is the dense *tail*. Without a
+residual window and with codecs that encode row by row, the unit is one row and there is no tail.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from .base import Codec
+from .dense import Dense
+
+__all__ = ["SEAL", "Layout"]
+
+#: Rows that are sealed at once where some stay dense: sealing one row per token would move the whole tail each time.
+SEAL = 32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Codecs of both sides, and the number of newest rows (tokens) that stay dense."""
+
+    keys: Codec = Dense()
+    values: Codec = Dense()
+    residual: int = 0
+
+    @classmethod
+    def both(cls, codec: Codec) -> Layout:
+        """Keys and values in the same codec."""
+        return cls(codec, codec)
+
+    @cached_property
+    def block(self) -> int:
+        """Rows that are encoded together on one side or the other."""
+        return max(self.keys.block, self.values.block)
+
+    @cached_property
+    def unit(self) -> int:
+        """Rows are sealed in multiples of this."""
+        return 1 if self.block == 1 and self.residual == 0 else max(self.block, SEAL)
+
+    @cached_property
+    def tail_capacity(self) -> int:
+        """Rows allocated for the dense tail; 0 where there is none."""
+        return 0 if self.unit == 1 else self.residual + self.unit
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether nothing is encoded."""
+        return self.keys.code_bits is None and self.values.code_bits is None
+
+    @cached_property
+    def packed(self) -> bool:
+        """Whether mlx-lm's packed attention reads the rows as they are."""
+        return self.keys.packed and self.keys == self.values and self.unit == 1
+
+    @cached_property
+    def bits(self) -> int | None:
+        """Fewest bits per element of either side; None where nothing is encoded."""
+        return min((b for b in (self.keys.code_bits, self.values.code_bits) if b is not None), default=None)
+
+    def sealable(self, tail: int) -> int:
+        """How many of ``tail`` dense rows are to be sealed."""
+        if self.unit == 1:
+            return tail
+        return max(0, tail - self.residual) // self.unit * self.unit
+
+    def row_nbytes(self, key_width: int, value_width: int, itemsize: int) -> int:
+        """Exact bytes of one sealed row: widths in elements over all heads, ``itemsize`` of the dense dtype in bytes."""
+        return self.keys.row_nbytes(key_width, itemsize) + self.values.row_nbytes(value_width, itemsize)
+
+    def why_not(self, key_dim: int, value_dim: int) -> str | None:
+        """Why rows of these head dims cannot be stored like this; None if they can."""
+        return self.keys.why_not(key_dim) or self.values.why_not(value_dim)
+
+    def __str__(self) -> str:
+        sides = str(self.keys) if self.keys == self.values else f"keys {self.keys}, values {self.values}"
+        return f"{sides}, {self.residual} newest rows dense" if self.residual else sides

@@ -1,0 +1,368 @@
+"""The rows of one layer as this library stores them: sealed rows, encoded, and behind them a dense tail.
+
+Used by a layer from the moment an action changes it. Codes are appended, cut, gathered and written to disk as codes:
+nothing that stays is ever decoded and encoded again, except when it is re-encoded in another layout.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from .codecs.base import (
+    Codec,
+    Encoded,
+    append_rows,
+    capacity_of,
+    cut_rows,
+    encoded_nbytes,
+    gather_rows,
+    join_rows,
+    own_rows,
+    slice_rows,
+)
+from .codecs.dense import Dense
+from .codecs.layout import Layout
+
+if TYPE_CHECKING:
+    from .disk import DiskBlock, DiskStore
+
+__all__ = ["DiskRows", "RowStore", "drift", "shapes_of"]
+
+
+@dataclass(frozen=True)
+class DiskRows:
+    """The oldest sealed rows, in a file."""
+
+    store: DiskStore
+    block: DiskBlock
+    rows: int
+    key_arrays: int  #: how many of the block's arrays belong to the keys
+
+    def load(self) -> tuple[Encoded, Encoded]:
+        """Encoded keys and values, verified against the checksum.
+
+        Raises:
+            DiskTierError: the file is gone, or is not what was written.
+        """
+        arrays = self.store.load(self.block)
+        return arrays[: self.key_arrays], arrays[self.key_arrays :]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DiskRows:
+        # The file is written once and never changed, so copies of a cache may share it.
+        return self
+
+
+@dataclass
+class RowStore:
+    """Rows (B, H, T, D): those on disk, sealed ones in buffers that grow by steps, and the dense tail."""
+
+    layout: Layout
+    dtype: mx.Dtype | None = None  #: of dense rows; None before the first row
+    keys: Encoded | None = None
+    values: Encoded | None = None
+    sealed: int = 0  #: sealed rows in memory
+    tail_keys: mx.array | None = None
+    tail_values: mx.array | None = None
+    tail: int = 0  #: rows in the tail
+    disk: DiskRows | None = None
+    #: (B·H, D) of keys and of values; None before the first row.
+    shapes: tuple[tuple[int, int], tuple[int, int]] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowStore:
+        arrays = ("keys", "values", "tail_keys", "tail_values")
+        return replace(self, **{name: copy.deepcopy(getattr(self, name), memo) for name in arrays})
+
+    # -- what there is ----------------------------------------------------------------------------------------------
+
+    @property
+    def on_disk(self) -> int:
+        return 0 if self.disk is None else self.disk.rows
+
+    @property
+    def rows(self) -> int:
+        return self.on_disk + self.sealed + self.tail
+
+    @property
+    def capacity(self) -> int:
+        """Rows allocated for sealed ones, in memory."""
+        return 0 if self.keys is None else capacity_of(self.keys, self.layout.keys)
+
+    @property
+    def key_arrays(self) -> Encoded:
+        return (self.keys or ()) + (() if self.tail_keys is None else (self.tail_keys,))
+
+    @property
+    def value_arrays(self) -> Encoded:
+        return (self.values or ()) + (() if self.tail_values is None else (self.tail_values,))
+
+    @property
+    def nbytes_allocated(self) -> int:
+        return encoded_nbytes(self.key_arrays + self.value_arrays)
+
+    # -- what a step does -------------------------------------------------------------------------------------------
+
+    def append(self, keys: mx.array, values: mx.array) -> None:
+        """Add rows (B, H, N, D); whole units of the tail are sealed."""
+        self.dtype, self.shapes = keys.dtype, shapes_of(keys, values)
+        if self.layout.unit == 1:
+            self._seal(keys, values)
+            return
+        old, new = self.tail, self.tail + keys.shape[2]
+        if self.tail_keys is not None and self.tail_values is not None:
+            if new < self.layout.tail_capacity:
+                self.tail_keys[:, :, old:new] = keys
+                self.tail_values[:, :, old:new] = values
+                self.tail = new
+                return
+            if old:
+                keys = mx.concatenate([self.tail_keys[:, :, :old], keys], 2)
+                values = mx.concatenate([self.tail_values[:, :, :old], values], 2)
+        self._take_in(keys, values)
+
+    def _take_in(self, keys: mx.array, values: mx.array) -> None:
+        """Seal what is to be sealed; the rest becomes the tail."""
+        whole = self.layout.sealable(keys.shape[2])
+        if whole:
+            self._seal(keys[:, :, :whole], values[:, :, :whole])
+        self._set_tail(keys[:, :, whole:], values[:, :, whole:])
+
+    def _seal(self, keys: mx.array, values: mx.array) -> None:
+        layout = self.layout
+        self.keys = append_rows(self.keys, self.sealed, layout.keys.encode(keys), layout.keys)
+        self.values = append_rows(self.values, self.sealed, layout.values.encode(values), layout.values)
+        self.sealed += keys.shape[2]
+
+    def _set_tail(self, keys: mx.array, values: mx.array) -> None:
+        self.tail = keys.shape[2]
+        if self.layout.unit == 1:
+            assert self.tail == 0, "rows without a place"
+            self.tail_keys = self.tail_values = None
+            return
+        self.tail_keys = _padded(keys, self.layout.tail_capacity)
+        self.tail_values = _padded(values, self.layout.tail_capacity)
+
+    def fetch(self) -> tuple[Any, Any]:
+        """What the attention gets: triples of packed codes, or dense arrays (B, H, T, D)."""
+        if self.layout.packed:
+            return self.encoded()
+        return self.dense()
+
+    def encoded(self) -> tuple[Encoded, Encoded]:
+        """All sealed rows as they are stored, those on disk included."""
+        if self.disk is None:
+            return self._sealed_now()
+        keys, values = self.disk.load()
+        if self.sealed:
+            more_keys, more_values = self._sealed_now()
+            keys = join_rows([keys, more_keys], self.layout.keys)
+            values = join_rows([values, more_values], self.layout.values)
+        return keys, values
+
+    def _sealed_now(self) -> tuple[Encoded, Encoded]:
+        assert self.keys is not None
+        assert self.values is not None
+        return (
+            cut_rows(self.keys, self.sealed, self.layout.keys),
+            cut_rows(self.values, self.sealed, self.layout.values),
+        )
+
+    def dense(self) -> tuple[mx.array, mx.array]:
+        """All rows decoded: (B, H, T, D) each."""
+        assert self.dtype is not None, "no rows yet"
+        key_parts: list[mx.array] = []
+        value_parts: list[mx.array] = []
+        if self.on_disk + self.sealed:
+            keys, values = self.encoded()
+            key_parts.append(self.layout.keys.decode(keys, self.dtype))
+            value_parts.append(self.layout.values.decode(values, self.dtype))
+        if self.tail_keys is not None and self.tail_values is not None and (self.tail or not key_parts):
+            key_parts.append(self.tail_keys[:, :, : self.tail])
+            value_parts.append(self.tail_values[:, :, : self.tail])
+        elif not key_parts:
+            assert self.keys is not None
+            assert self.values is not None
+            return (
+                self.layout.keys.decode(cut_rows(self.keys, 0, self.layout.keys), self.dtype),
+                self.layout.values.decode(cut_rows(self.values, 0, self.layout.values), self.dtype),
+            )
+        if len(key_parts) == 1:
+            return key_parts[0], value_parts[0]
+        return mx.concatenate(key_parts, 2), mx.concatenate(value_parts, 2)
+
+    # -- what actions do --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def holding(cls, layout: Layout, keys: mx.array, values: mx.array) -> RowStore:
+        """Dense rows (B, H, T, D) stored in ``layout``, without slack and evaluated, one side after the other."""
+        new = cls(layout, keys.dtype, shapes=shapes_of(keys, values))
+        whole = layout.sealable(keys.shape[2])
+        if whole:
+            new.keys = _owned(layout.keys, keys[:, :, :whole])
+            mx.eval(new.keys)
+            new.values = _owned(layout.values, values[:, :, :whole])
+            mx.eval(new.values)
+            new.sealed = whole
+        new._set_tail(keys[:, :, whole:], values[:, :, whole:])
+        mx.eval(new.tail_keys, new.tail_values)
+        return new
+
+    def trim(self, n: int) -> None:
+        """Take back the last ``n`` rows. The rest of a block that is cut through goes to the tail, decoded."""
+        if n <= self.tail:
+            self.tail -= n
+            return
+        n -= self.tail
+        if n > self.sealed and self.disk is not None:
+            self.restore()
+        keep = self.sealed - n
+        whole = keep // self.layout.block * self.layout.block
+        if whole < keep:
+            assert self.keys is not None
+            assert self.values is not None
+            assert self.dtype is not None
+            end, layout = whole + self.layout.block, self.layout
+            keys = layout.keys.decode(slice_rows(self.keys, whole, end, layout.keys), self.dtype)
+            values = layout.values.decode(slice_rows(self.values, whole, end, layout.values), self.dtype)
+            self._set_tail(keys[:, :, : keep - whole], values[:, :, : keep - whole])
+        else:
+            self.tail = 0
+        self.sealed = whole
+
+    def gather(self, blocks: mx.array, tail: mx.array) -> None:
+        """Keep the blocks at ``blocks`` (B, H, n) int32 of all sealed rows and the rows at ``tail`` (B, H, m) of the tail.
+
+        Of what was on disk, the same share of the kept rows goes back there.
+        """
+        layout, disk = self.layout, self.disk
+        share = self.on_disk / max(1, self.on_disk + self.sealed)
+        if self.on_disk + self.sealed:
+            keys, values = self.encoded()
+            self.keys = gather_rows(keys, blocks, layout.keys) if blocks.shape[2] else None
+            self.values = gather_rows(values, blocks, layout.values) if blocks.shape[2] else None
+            mx.eval(self.keys, self.values)
+            self.disk = None
+            self.sealed = blocks.shape[2] * layout.block
+        if self.tail_keys is not None and self.tail_values is not None:
+            self._set_tail(
+                *gather_rows((self.tail_keys,), tail, _DENSE), *gather_rows((self.tail_values,), tail, _DENSE)
+            )
+            mx.eval(self.tail_keys, self.tail_values)
+        if disk is not None:
+            self.offload(disk.store, disk_rows(self.sealed, share, layout.block))
+
+    def compact(self) -> None:
+        """Cut the allocation down to the live rows; the tail keeps its size."""
+        if self.keys is None or self.values is None or self.capacity == self.sealed:
+            return
+        keys, values = self._sealed_now()
+        self.keys, self.values = own_rows(keys), own_rows(values)
+        mx.eval(self.keys, self.values)
+
+    def reserve(self, rows: int) -> None:
+        """Make room for ``rows`` sealed rows in memory."""
+        if self.keys is None or self.values is None or self.capacity >= rows:
+            return
+        self.keys = _widened(self.keys, rows, self.layout.keys)
+        self.values = _widened(self.values, rows, self.layout.values)
+        mx.eval(self.keys, self.values)
+
+    def offload(self, store: DiskStore, rows: int) -> None:
+        """Write the oldest ``rows`` sealed rows (those on disk already included) to a file and drop them from memory.
+
+        Raises:
+            DiskTierError: the file could not be written; the rows are where they were.
+        """
+        rows = rows // self.layout.block * self.layout.block
+        if rows <= self.on_disk:
+            return
+        keys, values = self.encoded()
+        layout = self.layout
+        gone_keys, gone_values = cut_rows(keys, rows, layout.keys), cut_rows(values, rows, layout.values)
+        block = store.put((*gone_keys, *gone_values))
+        total = self.on_disk + self.sealed
+        if rows < total:
+            self.keys = own_rows(slice_rows(keys, rows, total, layout.keys))
+            self.values = own_rows(slice_rows(values, rows, total, layout.values))
+            mx.eval(self.keys, self.values)
+        else:
+            self.keys = self.values = None
+        self.sealed = total - rows
+        self.disk = DiskRows(store, block, rows, len(gone_keys))
+
+    def restore(self) -> None:
+        """Bring the rows on disk back into memory.
+
+        Raises:
+            DiskTierError: the file is gone, or is not what was written.
+        """
+        if self.disk is None:
+            return
+        keys, values = self.encoded()
+        mx.eval(keys, values)
+        self.sealed += self.on_disk
+        self.keys, self.values, self.disk = own_rows(keys), own_rows(values), None
+        mx.eval(self.keys, self.values)
+
+
+#: Rows whose drift is measured after re-encoding: enough that not all of them can be representable by chance.
+DRIFT_ROWS = 64
+
+
+def drift(codec: Codec, encoded: Encoded | None, rows: mx.array) -> float | None:
+    """Root-mean-square error of the oldest rows as encoded, relative to their own; None where there is nothing to see.
+
+    Args:
+        encoded: the same rows and perhaps more behind them, in ``codec``.
+        rows: dense (B, H, T, D). Rows whose elements are all equal are representable in any codec and say nothing.
+    """
+    if codec.code_bits is None or encoded is None:
+        return None
+    n = min(capacity_of(encoded, codec), max(DRIFT_ROWS, codec.block))
+    old = rows[:, :, :n].astype(mx.float32)
+    if not (old.max(axis=-1) > old.min(axis=-1)).any().item():
+        return None
+    new = codec.decode(slice_rows(encoded, 0, n, codec), rows.dtype).astype(mx.float32)
+    error: Any = mx.sqrt(mx.square(new - old).mean() / mx.square(old).mean()).item()
+    return float(error)
+
+
+def shapes_of(keys: mx.array, values: mx.array) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(B·H, D) of keys and of values (B, H, T, D)."""
+    batch, heads, _, dim = keys.shape
+    return (batch * heads, dim), (values.shape[0] * values.shape[1], values.shape[3])
+
+
+def disk_rows(sealed: int, share: float, block: int) -> int:
+    """How many of ``sealed`` rows go to disk for a ``share`` of them: whole blocks."""
+    return round(share * sealed) // block * block
+
+
+def _owned(codec: Codec, rows: mx.array) -> Encoded:
+    return own_rows(codec.encode(rows))
+
+
+def _padded(rows: mx.array, capacity: int) -> mx.array:
+    buffer = mx.zeros((*rows.shape[:2], capacity, rows.shape[3]), rows.dtype)
+    if rows.shape[2]:
+        buffer[:, :, : rows.shape[2]] = rows
+    return buffer
+
+
+def _widened(buffers: Encoded, rows: int, codec: Codec) -> Encoded:
+    return tuple(
+        _widen(a, rows // codec.block * span, codec.axis)
+        for a, span in zip(buffers, codec.spans, strict=True)
+    )
+
+
+def _widen(a: mx.array, entries: int, axis: int) -> mx.array:
+    more = list(a.shape)
+    more[axis] = entries - a.shape[axis]
+    return mx.concatenate([a, mx.zeros(more, a.dtype)], axis)
+
+
+_DENSE = Dense()

@@ -1,0 +1,35 @@
+"""The norm of the key: short keys stay.
+
+Devoto et al., *A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression*, arXiv:2406.11430: in decoder-only
+models a key of low norm usually draws much attention.
+
+``score = −‖k‖₂``. Rotation leaves a norm as it is, so rotated keys serve as well as unrotated ones.
+
+The authors' code leaves the first two layers alone, where the relation does not hold; a scorer does not know its layer,
+so that is up to the caller. Neither they nor NVIDIA's kvpress (``KnormPress``) protect sinks or recent rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import mlx.core as mx
+
+from ..backend.capabilities import KEYS
+from ..method import Method, evict_method
+from .base import Scorer, given
+
+__all__ = ["KeyNorm"]
+
+
+@dataclass(frozen=True)
+class KeyNorm(Scorer):
+    """The shorter the key the better."""
+
+    method: ClassVar[Method] = evict_method(
+        "key_norm", "Devoto et al., arXiv:2406.11430", "score = −‖k‖₂", KEYS
+    )
+
+    def scores(self, keys: mx.array | None, values: mx.array | None, positions: mx.array) -> mx.array:
+        return -mx.linalg.norm(given(keys).astype(mx.float32), axis=-1)

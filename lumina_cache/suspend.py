@@ -1,0 +1,68 @@
+"""A whole cache in a file, for the time between two turns: nothing of it stays in memory.
+
+Works on every kind of layer, recurrent state included: what a layer holds is its ``state``, so its arrays are taken
+out, written, and put back unchanged. Rows that were on disk stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+
+from .disk import DiskBlock, DiskStore
+from .layers import ManagedLayer
+
+__all__ = ["Suspended", "suspend"]
+
+
+@dataclass(frozen=True)
+class Suspended:
+    """What was taken out of a cache: one file, and how the layers' states are put together from it."""
+
+    store: DiskStore
+    block: DiskBlock
+    states: tuple[tuple[Any, list[tuple[str, Any]]], ...]  #: layer, flattened state with None for arrays
+
+    def resume(self) -> None:
+        """Put everything back.
+
+        Raises:
+            DiskTierError: the file is gone, or is not what was written; the layers stay suspended.
+        """
+        arrays = iter(self.store.load(self.block))
+        for layer, flat in self.states:
+            filled = [(key, next(arrays) if value is _ARRAY else value) for key, value in flat]
+            layer.state = tree_unflatten(filled)
+
+
+class _Array:
+    """Stands for an array that is in the file."""
+
+
+_ARRAY = _Array()
+
+
+def suspend(layers: Sequence[Any], store: DiskStore) -> Suspended:
+    """Write the arrays of all layers to one file and let go of them.
+
+    Raises:
+        DiskTierError: the file could not be written; the layers are as they were.
+    """
+    held = [layer for layer in layers if isinstance(layer, ManagedLayer) and layer.kind != "list"]
+    states, arrays = [], []
+    for layer in held:
+        flat = tree_flatten(layer.state, is_leaf=_is_leaf)
+        states.append((layer, [(k, _ARRAY if isinstance(v, mx.array) else v) for k, v in flat]))
+        arrays += [v for _, v in flat if isinstance(v, mx.array)]
+    block = store.put(arrays)
+    for layer in held:
+        layer.let_go()
+    return Suspended(store, block, tuple(states))
+
+
+def _is_leaf(value: Any) -> bool:
+    return not isinstance(value, list | tuple | dict) or not value
