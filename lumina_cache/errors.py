@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "ActionInfeasibleError",
     "ActionSyntaxError",
+    "AttentionInputError",
     "BackendInterfaceError",
     "BudgetError",
     "DiskBudgetError",
@@ -51,6 +52,10 @@ class ActionSyntaxError(LuminaError, ValueError):
 
 class ActionInfeasibleError(LuminaError):
     """An action that this backend cannot execute in this state; the cache is left as it was."""
+
+
+class AttentionInputError(LuminaError, ValueError):
+    """Queries, rows or a mask whose shapes do not go together, or that no attention can be computed for."""
 
 
 class DiskTierError(LuminaError):
