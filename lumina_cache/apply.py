@@ -13,8 +13,9 @@ from .actions import Action, Evict, Keep, Offload, Plan, Quantize, Reclaim, Rese
 from .codecs import CODECS, Codec
 from .errors import ActionInfeasibleError, EngagementError
 from .estimate import Held, after_action, applies, nbytes_allocated, nbytes_live, rows_to_disk
-from .evict import Pinned, evict
+from .evict import evict
 from .layers import ArraysCache, ChunkedKVCache, KVCache, ManagedLayer, RotatingKVCache, RowLayer
+from .rows import Pinned
 from .scorers import SCORERS
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def execute(
     start = time.perf_counter()
     asked = held_all(layers)
     before = Footprint.of(layers)
-    predicted = after_action(asked, action)
+    predicted = after_action(asked, action, pinned)
     rows_before = max((one.rows for one in asked if one.kind == "kv"), default=0)
     for layer, part in _in_order(targets, action):
         _act(layer, part, pinned, disk)
@@ -190,7 +191,8 @@ def _check_executable(action: Action, disk: DiskStore | None) -> None:
 
 
 def _act(layer: RowLayer, action: Action, pinned: Pinned, disk: DiskStore | None) -> None:
-    if not applies(held(layer), action):
+    now = held(layer)
+    if not applies(now, action) or after_action([now], action, pinned) == (now,):
         return
     if isinstance(action, Quantize):
         _reencode(layer, action)
