@@ -12,7 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .actions import Action, Evict, Keep, Merge, Offload, Page, Plan, Quantize, Reclaim, Reserve
+from .actions import (
+    DEFAULT_SINKS,
+    Action,
+    Evict,
+    Keep,
+    Merge,
+    Offload,
+    Page,
+    Plan,
+    Quantize,
+    Reclaim,
+    Reserve,
+)
 from .codecs import AffineFetch, Layout
 from .codecs.base import STEP, grown_capacity
 
@@ -288,7 +300,7 @@ def _evicted(held: Held, action: Evict) -> Held:
     kept = action.rows_kept(held.rows)
     if kept == held.rows:
         return held
-    tail, sealed = split_kept(kept, held.tail, held.layout.block)
+    tail, sealed = split_kept(kept, held, action.sinks)
     after = replace(held, rows=sealed + tail, tail=tail, on_disk=0, capacity=sealed, evicted=True)
     if held.on_disk == 0:
         return after
@@ -296,9 +308,14 @@ def _evicted(held: Held, action: Evict) -> Held:
     return _on_disk(after, round(share * sealed) // held.layout.block * held.layout.block)
 
 
-def split_kept(kept: int, tail: int, block: int) -> tuple[int, int]:
-    """Of ``kept`` rows, how many are of the dense tail and how many sealed ones: newest first, whole blocks."""
-    in_tail = min(kept, tail)
+def split_kept(kept: int, held: Held, sinks: int) -> tuple[int, int]:
+    """Of ``kept`` rows, how many are of the dense tail and how many sealed ones, in whole blocks.
+
+    The tail is the newest and goes last, but the first ``sinks`` rows stay before it, if their blocks fit at all.
+    """
+    block = held.layout.block
+    front = min(-(-sinks // block) * block, held.rows - held.tail)
+    in_tail = min(held.tail, kept - front if front <= kept else kept)
     return in_tail, (kept - in_tail) // block * block
 
 
@@ -401,5 +418,5 @@ def most_rows_within(
 
 
 def _cut_to(held: Held, rows: int) -> Held:
-    tail, sealed = split_kept(rows, held.tail, held.layout.block)
+    tail, sealed = split_kept(rows, held, DEFAULT_SINKS)
     return replace(held, rows=tail + sealed, capacity=sealed, tail=tail, on_disk=0)

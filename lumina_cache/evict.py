@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 
-from .actions import Evict
-from .estimate import split_kept
+from .actions import Action, Evict
+from .estimate import Held, after_action, split_kept
 from .layers import KVCache
 from .scorers import SCORERS, Scorer, protected_rows, select
 
-__all__ = ["Pinned", "evict", "scorer_of"]
+__all__ = ["Pinned", "evict", "scorer_of", "would_lose"]
 
 #: Ranges of absolute positions (first, end), end excluded, whose rows stay.
 Pinned = tuple[tuple[int, int], ...]
@@ -23,6 +24,45 @@ def scorer_of(action: Evict) -> Scorer:
     scorer = SCORERS[action.scorer]()
     drawn = {"seed": action.seed} if "seed" in scorer.__dataclass_fields__ else {}
     return replace(scorer, **drawn)
+
+
+def would_lose(layer: KVCache, held: Held, parts: Sequence[Action], pinned: Pinned) -> str | None:
+    """Why ``parts``, carried out one after the other, would evict a row that must stay; None if they do not.
+
+    Looks as far as the first eviction: a second one has its own positions, known only when it is its turn.
+
+    Args:
+        held: ``layer`` in numbers.
+        pinned: ranges whose rows stay, beside the action's own first and last ones.
+    """
+    for part in parts:
+        if isinstance(part, Evict):
+            return _too_many(layer, held, part, pinned)
+        [held] = after_action([held], part)
+    return None
+
+
+def _too_many(layer: KVCache, held: Held, action: Evict, pinned: Pinned) -> str | None:
+    kept = action.rows_kept(held.rows)
+    if kept == held.rows:
+        return None
+    kept_tail, kept_sealed = split_kept(kept, held, action.sinks)
+    stay = np.array(protected_rows(mx.array(layer.positions()), action.sinks, action.recent, pinned))
+    sealed, block = held.rows - held.tail, held.layout.block
+    blocks = (
+        stay[..., :sealed]
+        .reshape(*stay.shape[:-1], sealed // block, block)
+        .any(axis=-1)
+        .sum(axis=-1)
+        .max(initial=0)
+    )
+    in_tail = stay[..., sealed:].sum(axis=-1).max(initial=0)
+    if blocks * block <= kept_sealed and in_tail <= kept_tail:
+        return None
+    text = f"{action} keeps {kept} rows of {held.rows} in {layer.name}, where {stay.sum(axis=-1).max()} are protected"
+    if block > 1:
+        text += f" in {blocks} of its blocks of {block} rows, {kept_sealed // block} of which would stay"
+    return text
 
 
 def evict(layer: KVCache, action: Evict, pinned: Pinned = ()) -> None:
@@ -37,14 +77,14 @@ def evict(layer: KVCache, action: Evict, pinned: Pinned = ()) -> None:
         return
     store = layer.own_store()
     block, tail = store.layout.block, store.tail
-    kept_tail, kept_sealed = split_kept(kept, tail, block)
+    now = Held(layer.name, layer.kind, rows=rows, layout=store.layout, tail=tail)
+    kept_tail, kept_sealed = split_kept(kept, now, action.sinks)
     scorer = scorer_of(action)
     keys, values = store.dense() if scorer.reads_rows else (None, None)
     positions = _positions(layer, keys)
     scores = scorer.scores(keys, values, positions)
     stay = protected_rows(positions, action.sinks, action.recent, pinned)
     sealed = rows - tail
-    # As sealed rows are kept in whole blocks, a block that is protected in part stays whole if there is room for it.
     by_block = _best(scores[..., :sealed], block), _best(stay[..., :sealed].astype(mx.int32), block) > 0
     blocks = select(by_block[0], kept_sealed // block, by_block[1])
     in_tail = select(scores[..., sealed:], kept_tail, stay[..., sealed:])
