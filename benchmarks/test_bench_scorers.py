@@ -13,8 +13,8 @@ from lumina_cache.scorers import SCORERS, protected_rows, select
 
 #: Query heads for each head of keys and values, as SmolLM2-135M and Llama 3 8B have them.
 SHAPES = {"1x3x4096x64": ((1, 3, 4096, 64), 3), "1x8x4096x128": ((1, 8, 4096, 128), 4)}
-#: An eviction is far rarer than a step, and the steps after it are cheaper. This bound is for a scorer that has gone
-#: quadratic, or copies what it reads many times over: a full T × T product is some 1,000 steps.
+#: An eviction is far rarer than a step, and the steps after it are cheaper. The bound is for a scorer that has gone
+#: quadratic: the keys' T × T products are T/2g times the multiplications of a step with g queries per head, 500 here.
 LIMIT_STEPS = 100.0
 
 

@@ -13,9 +13,10 @@ from .actions import Action, Evict, Keep, Offload, Plan, Quantize, Reclaim, Rese
 from .codecs import CODECS, Codec
 from .errors import ActionInfeasibleError, EngagementError
 from .estimate import Held, after_action, applies, nbytes_allocated, nbytes_live, rows_to_disk
-from .evict import Pinned, evict, would_lose
+from .evict import evict, would_lose
 from .guarding import Guard, guarded
 from .layers import ArraysCache, ChunkedKVCache, KVCache, ManagedLayer, RotatingKVCache, RowLayer
+from .rows import Pinned
 from .scorers import SCORERS
 
 if TYPE_CHECKING:
@@ -157,7 +158,9 @@ def execute(
         done.setdefault(id(layer), []).append(effective)
         if effective != part:
             changes[layer.name] = str(effective)
-    predicted = tuple(_after(one, done.get(id(layer), [])) for one, layer in zip(asked, layers, strict=True))
+    predicted = tuple(
+        _after(one, done.get(id(layer), []), pinned) for one, layer in zip(asked, layers, strict=True)
+    )
     mx.clear_cache()
     observed = held_all(layers)
     after = Footprint.of(layers)
@@ -184,9 +187,9 @@ def _effective(layer: RowLayer, part: Action, guard: Guard | None) -> Action:
     return guarded(layer, part, guard) or Keep()
 
 
-def _after(one: Held, parts: Iterable[Action]) -> Held:
+def _after(one: Held, parts: Iterable[Action], pinned: Pinned) -> Held:
     for part in parts:
-        [one] = after_action([one], part)
+        [one] = after_action([one], part, pinned)
     return one
 
 
@@ -243,7 +246,8 @@ def _check_executable(action: Action, disk: DiskStore | None) -> None:
 
 
 def _act(layer: RowLayer, action: Action, pinned: Pinned, disk: DiskStore | None) -> None:
-    if not applies(held(layer), action):
+    now = held(layer)
+    if not applies(now, action) or after_action([now], action, pinned) == (now,):
         return
     if isinstance(action, Quantize):
         _reencode(layer, action)

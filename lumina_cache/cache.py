@@ -22,10 +22,10 @@ from .controller import Controller, smallest_budget
 from .disk import DiskStore, Lease
 from .errors import BudgetError, UnsupportedCacheError
 from .estimate import after_append, emptied, merge_equal, nbytes_allocated
-from .evict import Pinned
 from .export import to_mlx
 from .layers import ManagedLayer, adopt, leaves, managed
 from .policy import LeastLoss, Policy
+from .rows import Pinned
 from .steps import StepTracker
 from .telemetry import Sampler, Snapshot, read_once
 

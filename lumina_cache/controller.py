@@ -36,11 +36,11 @@ from .estimate import (
     nbytes_live,
     tokens_without_growth,
 )
-from .evict import Pinned
 from .fingerprint import remembered_fingerprint
 from .guarding import Guard
 from .layers import KVCache, ManagedLayer, RotatingKVCache
 from .policy import Candidate, Decision, Policy, State, candidates_for, weigh
+from .rows import Pinned
 from .standing import StandingPlan, only
 from .steps import StepTracker
 from .suspend import Suspended, suspend

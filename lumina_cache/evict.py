@@ -9,14 +9,12 @@ import mlx.core as mx
 import numpy as np
 
 from .actions import Action, Evict
-from .estimate import Held, after_action, split_kept
+from .estimate import Held, after_action, guarded_rows, kept_of, split_kept
 from .layers import KVCache
+from .rows import Pinned
 from .scorers import SCORERS, Scorer, protected_rows, select
 
 __all__ = ["Pinned", "evict", "scorer_of", "would_lose"]
-
-#: Ranges of absolute positions (first, end), end excluded, whose rows stay.
-Pinned = tuple[tuple[int, int], ...]
 
 
 def scorer_of(action: Evict) -> Scorer:
@@ -38,7 +36,7 @@ def would_lose(layer: KVCache, held: Held, parts: Sequence[Action], pinned: Pinn
     for part in parts:
         if isinstance(part, Evict):
             return _too_many(layer, held, part, pinned)
-        [held] = after_action([held], part)
+        [held] = after_action([held], part, pinned)
     return None
 
 
@@ -46,22 +44,18 @@ def _too_many(layer: KVCache, held: Held, action: Evict, pinned: Pinned) -> str 
     kept = action.rows_kept(held.rows)
     if kept == held.rows:
         return None
-    kept_tail, kept_sealed = split_kept(kept, held, action.sinks)
+    kept_tail, kept_sealed = kept_of(held, kept, action.sinks, pinned)
     stay = np.array(protected_rows(mx.array(layer.positions()), action.sinks, action.recent, pinned))
     sealed, block = held.rows - held.tail, held.layout.block
-    blocks = (
-        stay[..., :sealed]
-        .reshape(*stay.shape[:-1], sealed // block, block)
-        .any(axis=-1)
-        .sum(axis=-1)
-        .max(initial=0)
-    )
-    in_tail = stay[..., sealed:].sum(axis=-1).max(initial=0)
+    cut = stay[..., :sealed].reshape(*stay.shape[:-1], sealed // block, block)
+    blocks = int(cut.any(axis=-1).sum(axis=-1).max(initial=0))
+    in_tail = int(stay[..., sealed:].sum(axis=-1).max(initial=0))
     if blocks * block <= kept_sealed and in_tail <= kept_tail:
         return None
-    text = f"{action} keeps {kept} rows of {held.rows} in {layer.name}, where {stay.sum(axis=-1).max()} are protected"
+    protected = int(stay.sum(axis=-1).max())
+    text = f"{action} keeps {kept} of {held.rows} rows in {layer.name}, where {protected} are protected"
     if block > 1:
-        text += f" in {blocks} of its blocks of {block} rows, {kept_sealed // block} of which would stay"
+        text += f" in {blocks} blocks of {block} rows, {kept_sealed // block} of which would stay"
     return text
 
 
@@ -69,28 +63,35 @@ def evict(layer: KVCache, action: Evict, pinned: Pinned = ()) -> None:
     """Drop rows of ``layer`` down to what ``action`` keeps.
 
     Rows that are encoded together stay or go together, ranked by the best row among them. Rows of the dense tail are
-    newer than all others and go last, so that every head keeps the same number of either.
+    newer than all others and go last, except for the protected ones, so that every head keeps the same number of either.
     """
-    rows = layer.rows
-    kept = action.rows_kept(rows)
-    if kept == rows:
-        return
+    kept = action.rows_kept(layer.rows)
+    if kept < layer.rows:
+        # The scores and what they were made of are gone before the rows are copied.
+        layer.gather(*_chosen(layer, action, kept, pinned))
+
+
+def _chosen(layer: KVCache, action: Evict, kept: int, pinned: Pinned) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks of sealed rows and rows of the tail that stay, as :meth:`KVCache.gather` takes them."""
     store = layer.own_store()
     block, tail = store.layout.block, store.tail
-    now = Held(layer.name, layer.kind, rows=rows, layout=store.layout, tail=tail)
-    kept_tail, kept_sealed = split_kept(kept, now, action.sinks)
+    guarded = guarded_rows(action.sinks, pinned, int(layer.offset) - tail, block)
+    kept_tail, kept_sealed = split_kept(kept, layer.rows, tail, block, guarded)
     scorer = scorer_of(action)
     keys, values = store.dense() if scorer.reads_rows else (None, None)
     positions = _positions(layer, keys)
     scores = scorer.scores(keys, values, positions)
     stay = protected_rows(positions, action.sinks, action.recent, pinned)
-    sealed = rows - tail
-    by_block = _best(scores[..., :sealed], block), _best(stay[..., :sealed].astype(mx.int32), block) > 0
-    blocks = select(by_block[0], kept_sealed // block, by_block[1])
+    sealed = layer.rows - tail
+    # As sealed rows are kept in whole blocks, a block that is protected in part stays whole if there is room for it.
+    blocks = select(
+        _best(scores[..., :sealed], block),
+        kept_sealed // block,
+        _best(stay[..., :sealed].astype(mx.int32), block) > 0,
+    )
     in_tail = select(scores[..., sealed:], kept_tail, stay[..., sealed:])
     mx.eval(blocks, in_tail)
-    del keys, values, scores
-    layer.gather(_as_index(blocks), _as_index(in_tail))
+    return _as_index(blocks), _as_index(in_tail)
 
 
 def _positions(layer: KVCache, keys: mx.array | None) -> mx.array:
