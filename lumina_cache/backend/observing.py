@@ -46,7 +46,7 @@ class ScorerObserver:
 
     def observe(
         self,
-        layer: ManagedLayer,
+        layer: Any,
         queries: mx.array,
         keys: Any,
         values: Any,
@@ -54,13 +54,14 @@ class ScorerObserver:
         mask: Any,
         sinks: mx.array | None,
     ) -> tuple[mx.array, ...]:
+        heads, _ = layer.shapes[0]
         seen = Attended(
             queries,
             _dense(layer, keys),
             scale,
             mask,
             int(layer.offset) - queries.shape[2],
-            _first(layer.keys).shape[1],
+            heads // queries.shape[0],
             sinks,
             self._rotations.get(layer.name),
         )
@@ -106,10 +107,6 @@ class ScorerObserver:
                 f"{layer.name} holds {rows} rows, and the statistics stand for {stats.held}: gather both alike"
             )
         return self.scorer.scores(stats, keys, values, positions, self._rotations.get(layer.name))
-
-
-def _first(buffers: Any) -> mx.array:
-    return buffers if isinstance(buffers, mx.array) else buffers[0]
 
 
 def _dense(layer: Any, rows: Any) -> mx.array:
