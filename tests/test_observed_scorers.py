@@ -580,6 +580,35 @@ def test_a_scorer_ranks_the_rows_of_a_model(scorer: ObservedScorer, tiny: Any) -
             watch.scores(layer, keys[:, :, 1:], values[:, :, 1:], positions[:, :, 1:])
 
 
+def test_rows_that_change_places_cannot_be_ranked(tiny: Any) -> None:
+    model, cache = tiny("gpt_oss"), quiet(tiny("gpt_oss"))
+    ring = next(layer for layer in cache if layer.kind == "rotating")
+    with attention_hook(model) as hook, pytest.raises(ObservationError, match="is a RotatingKVCache"):
+        hook.observe(ring, ScorerObserver(TOVA()))
+        model(tokens(4), cache=cache)
+
+
+@every
+def test_packed_rows_are_read_as_attention_reads_them(scorer: ObservedScorer, tiny: Any) -> None:
+    model, caches = tiny("llama"), (quiet(tiny("llama")), quiet(tiny("llama")))
+    watch = ScorerObserver(scorer, rotations(model))
+    found = []
+    for bits, cache in zip((None, 8), caches, strict=True):
+        with attention_hook(model) as hook:
+            for layer in cache:
+                hook.observe(layer, watch)
+            feed(model, cache, tokens(40), [30])
+            for layer in cache if bits else ():
+                layer.to_quantized(32, bits)
+            assert hasattr(cache[0], "bits") is (bits is not None)
+            feed(model, cache, tokens(40), [5, 1, 4], start=30)
+        keys, values = cache[1].dense_rows()
+        positions = mx.broadcast_to(mx.array(cache[1].positions()), keys.shape[:3])
+        found.append(np.array(watch.scores(cache[1], keys, values, positions)))
+    finite = np.isfinite(found[0])
+    assert np.corrcoef(found[0][finite], found[1][finite])[0, 1] > 0.99
+
+
 def test_evictions_and_tokens_taken_back_are_followed_in_a_model(tiny: Any) -> None:
     model, cache, watch = tiny("llama"), quiet(tiny("llama")), ScorerObserver(H2O())
     twin = ScorerObserver(TOVA())

@@ -35,6 +35,10 @@ __all__ = ["ScorerObserver", "rotations"]
 SAME = 1e-3
 
 
+#: Kinds of layers that add new rows behind those they hold.
+_GROWING = ("kv", "concatenate", "quantized")
+
+
 class ScorerObserver:
     """Keeps one scorer's statistics of every layer it observes; holds the layers weakly."""
 
@@ -54,6 +58,11 @@ class ScorerObserver:
         mask: Any,
         sinks: mx.array | None,
     ) -> tuple[mx.array, ...]:
+        if layer.kind not in _GROWING:
+            raise ObservationError(
+                f"{layer.name} is a {type(layer).__name__}, whose rows change places as it runs; observe only layers of "
+                f"the kinds {', '.join(_GROWING)}"
+            )
         heads, _ = layer.shapes[0]
         seen = Attended(
             queries,
