@@ -39,6 +39,7 @@ __all__ = [
     "emptied",
     "growth_nbytes",
     "guarded_rows",
+    "kept_of",
     "layout_of",
     "merge_equal",
     "most_rows_within",
@@ -315,7 +316,7 @@ def _evicted(held: Held, action: Evict, pinned: Pinned) -> Held:
     kept = action.rows_kept(held.rows)
     if kept == held.rows:
         return held
-    tail, sealed = _kept_of(held, kept, action.sinks, pinned)
+    tail, sealed = kept_of(held, kept, action.sinks, pinned)
     if tail + sealed == held.rows:
         return held
     after = replace(held, rows=sealed + tail, tail=tail, on_disk=0, capacity=sealed, evicted=True)
@@ -354,7 +355,8 @@ def whole_blocks(rows: int, block: int) -> int:
     return -(-rows // block) * block
 
 
-def _kept_of(held: Held, kept: int, sinks: int, pinned: Pinned) -> tuple[int, int]:
+def kept_of(held: Held, kept: int, sinks: int, pinned: Pinned) -> tuple[int, int]:
+    """:func:`split_kept` for what a layer holds, with its blocks of sinks and pinned rows guarded."""
     block = held.layout.block
     guarded = guarded_rows(sinks, pinned, held.offset - held.tail, block)
     return split_kept(kept, held.rows, held.tail, block, guarded)
@@ -519,5 +521,5 @@ def most_rows_within(
 
 
 def _cut_to(held: Held, rows: int) -> Held:
-    tail, sealed = _kept_of(held, rows, DEFAULT_SINKS, ())
+    tail, sealed = kept_of(held, rows, DEFAULT_SINKS, ())
     return replace(held, rows=tail + sealed, capacity=sealed, tail=tail, on_disk=0)

@@ -22,7 +22,7 @@ from mlx_lm.models.base import create_causal_mask
 
 from .codecs import Affine, Layout
 from .codecs.base import Encoded, encoded_nbytes
-from .errors import UnsupportedCacheError
+from .errors import DiskTierError, UnsupportedCacheError
 from .lanes import Lanes
 from .rows import DiskRows, RowStore, drift, shapes_of
 from .steps import StepTracker
@@ -105,6 +105,8 @@ class ManagedLayer:
     # Class-level defaults: mlx-lm's ``from_state`` builds objects without calling ``__init__``.
     _steps: StepTracker | None = None
     _seen: int = 0
+    #: Whether the arrays were let go of, and are kept elsewhere.
+    _away: bool = False
     name: str = "layer ?"  #: "layer 3", or "layer 3.1" for the second leaf of a nested cache
     history: History = History()
 
@@ -158,6 +160,10 @@ class ManagedLayer:
         """Whether exactly ``n`` tokens can be taken back."""
         return False
 
+    def takes_back(self, n: int) -> bool:
+        """Whether the newest ``n`` rows can be dropped such that nothing tells that they were there."""
+        return self.can_trim(n)
+
     def is_trimmable(self) -> bool:
         self._touch()
         return self.trimmable and (self._steps is None or not self._steps.rows_may_go(self))
@@ -186,6 +192,10 @@ class ManagedLayer:
 
     def let_go(self) -> None:
         """Drop every array, for a state that is kept elsewhere; what is not an array stays."""
+        self._drop_arrays()
+        self._away = True
+
+    def _drop_arrays(self) -> None:
         raise NotImplementedError
 
     def _touch(self) -> None:
@@ -194,6 +204,7 @@ class ManagedLayer:
 
     def _replaced(self) -> None:
         """The layer's rows were set from outside."""
+        self._away = False
         if self._steps is not None:
             self._steps.on_replaced()
 
@@ -245,7 +256,7 @@ class RowLayer(ManagedLayer):
             self._steps.on_read()
         return self._fetch()
 
-    def let_go(self) -> None:
+    def _drop_arrays(self) -> None:
         self.keys = self.values = None
 
     def _append(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
@@ -388,13 +399,37 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         if self.store is None:
             return super()._append(keys, values)
         if self.store.disk is not None:
-            # The rows of the layers before this one are let go before those of this one are read.
-            mx.eval(keys, values)
+            return self._append_behind_disk(self.store, keys, values)
         self.offset += keys.shape[2]
         return self.store.append(keys, values)
 
+    def _append_behind_disk(self, store: RowStore, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """As :meth:`_append`; if the rows on disk cannot be read, the layer and those before it are as they were."""
+        # The rows of the layers before this one are let go before those of this one are read.
+        mx.eval(keys, values)
+        before = replace(store)
+        try:
+            fetched = store.append(keys, values)
+        except DiskTierError as error:
+            self.store = before
+            if self._steps is not None:
+                self._steps.on_failed(self, keys.shape[2], error)
+            raise
+        self.offset += keys.shape[2]
+        return fetched
+
     def _fetch(self) -> tuple[Any, Any]:
         return super()._fetch() if self.store is None else self.store.fetch()
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        steps = self._steps
+        inside = steps is not None and not steps.at_boundary
+        try:
+            return super().keys_and_values()
+        except DiskTierError as error:
+            if steps is not None and inside:
+                steps.on_failed(None, steps.tokens, error)
+            raise
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         if self._steps is not None:
@@ -438,7 +473,7 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         if self.keys is not None or self.on_disk:
             disk = None if self.store is None else self.store.disk
             share = self.on_disk / max(1, self.rows)
-            keys, values = self._dense()
+            keys, values = self.dense_rows()
             store = RowStore.holding(layout, keys, values)
             drifts = drift(layout.keys, store.keys, keys), drift(layout.values, store.values, values)
             if disk is not None:
@@ -449,7 +484,7 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
             self.history = replace(self.history, lowest_bits=lowest)
         return drifts
 
-    def _dense(self) -> tuple[mx.array, mx.array]:
+    def dense_rows(self) -> tuple[mx.array, mx.array]:
         """All rows as dense arrays (B, H, T, D)."""
         if self.store is not None:
             return self.store.dense()
@@ -491,12 +526,14 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         )
         if kept.shape[-1] == before:
             return
-        store.gather(_per_head(index), _per_head(kept_tail))
+        to_disk = store.gather(_per_head(index), _per_head(kept_tail))
         if positions.ndim == 1:
             positions = np.broadcast_to(positions, (*shape, before))
         self._kept = np.take_along_axis(positions, kept, axis=-1)
         self._dropped = int(self.offset) - kept.shape[-1]
         self.history = replace(self.history, evicted=self.history.evicted + before - kept.shape[-1])
+        if to_disk is not None:
+            store.offload(*to_disk)
 
     def compact(self) -> None:
         """Cut the allocation down to the live rows."""
@@ -534,8 +571,11 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
             else:
                 self.__dict__.pop(field, None)
 
-    def let_go(self) -> None:
+    def _drop_arrays(self) -> None:
         self._take(None)
+
+    def takes_back(self, n: int) -> bool:
+        return self.store is None or self.store.layout.unit == 1 or n <= self.store.tail
 
     def _trim_rows(self, n: int) -> None:
         if self.store is not None:
@@ -543,7 +583,7 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         self.offset -= n
 
     def empty(self) -> bool:
-        return self.keys is None and self.on_disk == 0
+        return self.rows == 0 and self.keys is None
 
     @property
     def trimmable(self) -> bool:
@@ -673,8 +713,7 @@ class _LaneLayer(RowLayer):
 
     def reencode(self, layout: Layout) -> tuple[float | None, float | None]:
         """As for :class:`KVCache`, with codecs that encode row by row and are decoded on fetch."""
-        old = self.lanes
-        keys, values = (self.keys, self.values) if old is None else old.buffers()
+        keys, values = self._buffers()
         lanes = Lanes.holding(layout, self._bare(), keys, values)
         drifts: tuple[float | None, float | None] = (None, None)
         if keys is not None and values is not None:
@@ -686,6 +725,15 @@ class _LaneLayer(RowLayer):
             lowest = min(layout.bits, self.history.lowest_bits or layout.bits)
             self.history = replace(self.history, lowest_bits=lowest)
         return drifts
+
+    def dense_rows(self) -> tuple[mx.array, mx.array]:
+        """The rows held, decoded, (B, H, T, D) each, in the order in which they lie."""
+        keys, values = self._buffers()
+        return keys[:, :, : self.rows], values[:, :, : self.rows]
+
+    def _buffers(self) -> tuple[Any, Any]:
+        """The whole buffers, decoded; None before the first row."""
+        return (self.keys, self.values) if self.lanes is None else self.lanes.buffers()
 
     def _set_rows(self, keys: Any, values: Any, rest: list[Storage]) -> None:
         """Rows from a ``state``, as they are or, with a :class:`Storage`, encoded."""
@@ -703,7 +751,7 @@ class _LaneLayer(RowLayer):
     def _storage(self, lanes: Lanes) -> Storage:
         return Storage(lanes.layout, lanes.dtype, self.history, shapes=lanes.shapes)
 
-    def let_go(self) -> None:
+    def _drop_arrays(self) -> None:
         self.lanes = None
         self.keys = self.values = None
 
@@ -910,8 +958,13 @@ class ArraysCache(ManagedLayer, stock.ArraysCache):  # type: ignore[misc]
     def nbytes_live(self) -> int:
         return self.nbytes_allocated
 
-    def let_go(self) -> None:
+    def _drop_arrays(self) -> None:
         self.cache = [None] * len(self.cache)
+
+    def __getitem__(self, index: int) -> Any:
+        if self._away:  # some recurrent models ask for nothing but this
+            self._touch()
+        return self.cache[index]
 
     def make_mask(self, N: int) -> Any:
         if self._steps is not None:

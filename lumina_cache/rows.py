@@ -238,10 +238,14 @@ class RowStore:
             self.tail = 0
         self.sealed = whole
 
-    def gather(self, blocks: mx.array, tail: mx.array) -> None:
+    def gather(self, blocks: mx.array, tail: mx.array) -> tuple[DiskStore, int] | None:
         """Keep the blocks at ``blocks`` (B, H, n) int32 of all sealed rows and the rows at ``tail`` (B, H, m) of the tail.
 
-        Of what was on disk, the same share of the kept rows goes back there.
+        All of them are in memory then. Returns where the share of them that was on disk goes back to with
+        :meth:`offload`, and how many rows that are; None if nothing was there.
+
+        Raises:
+            DiskTierError: the file is gone, or is not what was written; the rows are as they were.
         """
         layout, disk = self.layout, self.disk
         share = self.on_disk / max(1, self.on_disk + self.sealed)
@@ -261,8 +265,7 @@ class RowStore:
                 *gather_rows((self.tail_keys,), tail, _DENSE), *gather_rows((self.tail_values,), tail, _DENSE)
             )
             mx.eval(self.tail_keys, self.tail_values)
-        if disk is not None:
-            self.offload(disk.store, disk_rows(self.sealed, share, layout.block))
+        return None if disk is None else (disk.store, disk_rows(self.sealed, share, layout.block))
 
     def compact(self) -> None:
         """Cut the allocation down to the live rows; the tail keeps its size."""

@@ -21,8 +21,8 @@ __all__ = ["Reason", "Verdict", "classify"]
 class Reason:
     """Why an action is outside F. ``code`` is for programs, ``text`` for people, with the numbers if any."""
 
-    #: not_built, missing_capability, head_dim, too_few_rows, nothing_to_change, exceeds_memory, rows_must_stay or
-    #: already_coarser
+    #: not_built, missing_capability, head_dim, too_few_rows, nothing_to_change, exceeds_memory, rows_must_stay,
+    #: already_coarser, protected_rows, outliers or disk
     code: str
     text: str
     wanted: int | None = None
