@@ -522,7 +522,7 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         block, head, sealed = store.layout.block, store.head, store.on_disk + store.sealed
         kept_tail = np.arange(store.tail, dtype=np.int32) if tail is None else tail
         rows = index if block == 1 else _rows_of_blocks(index, block)
-        shape = rows.shape[:-1] or kept_tail.shape[:-1]
+        shape = rows.shape[:-1] or kept_tail.shape[:-1] or positions.shape[:-1]
         kept = np.concatenate(
             [
                 np.broadcast_to(np.arange(head, dtype=np.int32), (*shape, head)),
