@@ -853,6 +853,8 @@ class ChunkedKVCache(_LaneLayer, stock.ChunkedKVCache):  # type: ignore[misc]
         return 0 if self.keys is None else int(self.offset - self.start_position)
 
     def maybe_trim_front(self) -> None:
+        if self._away:  # llama4 does this before it asks for a mask
+            self._touch()
         if self.lanes is None:
             stock.ChunkedKVCache.maybe_trim_front(self)
         else:
