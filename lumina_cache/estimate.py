@@ -113,9 +113,15 @@ LANE_KINDS = ("rotating", "chunked")
 
 def applies(held: Held, part: Action) -> bool:
     """Whether a single action changes the storage of a layer like this."""
-    if isinstance(part, Quantize) and held.kind in LANE_KINDS and held.rows > 0:
+    if held.rows == 0 or isinstance(part, Keep):
+        return False
+    if not isinstance(part, Quantize):
+        return held.changeable
+    if part.layout is not None and part.layout == held.layout:
+        return False  # decoding codes and encoding them again would only add an error
+    if held.kind in LANE_KINDS:
         return part.layout is not None and part.layout.row_by_row
-    return held.changeable and not isinstance(part, Keep)
+    return held.changeable
 
 
 def emptied(held: Held) -> Held:

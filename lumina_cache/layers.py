@@ -522,7 +522,7 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         block, head, sealed = store.layout.block, store.head, store.on_disk + store.sealed
         kept_tail = np.arange(store.tail, dtype=np.int32) if tail is None else tail
         rows = index if block == 1 else _rows_of_blocks(index, block)
-        shape = rows.shape[:-1] or kept_tail.shape[:-1]
+        shape = rows.shape[:-1] or kept_tail.shape[:-1] or positions.shape[:-1]
         kept = np.concatenate(
             [
                 np.broadcast_to(np.arange(head, dtype=np.int32), (*shape, head)),
@@ -853,6 +853,8 @@ class ChunkedKVCache(_LaneLayer, stock.ChunkedKVCache):  # type: ignore[misc]
         return 0 if self.keys is None else int(self.offset - self.start_position)
 
     def maybe_trim_front(self) -> None:
+        if self._away:  # llama4 does this before it asks for a mask
+            self._touch()
         if self.lanes is None:
             stock.ChunkedKVCache.maybe_trim_front(self)
         else:

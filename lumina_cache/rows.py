@@ -286,6 +286,8 @@ class RowStore:
             mx.eval(self.keys, self.values)
             self.disk = None
             self.sealed = blocks.shape[2] * layout.block
+        else:
+            self.keys = self.values = None  # room that was reserved goes as well
         if self.tail_keys is not None and self.tail_values is not None:
             self._set_tail(
                 *gather_rows((self.tail_keys,), tail, _DENSE), *gather_rows((self.tail_values,), tail, _DENSE)
