@@ -106,6 +106,17 @@ class RowStore:
     def nbytes_allocated(self) -> int:
         return encoded_nbytes(self.key_arrays + self.value_arrays)
 
+    def put(self, *, keys: Encoded | None = None, values: Encoded | None = None) -> None:
+        """Take other arrays in the place of those that there are, of the same shapes."""
+        if keys is not None:
+            split = len(keys) - (self.tail_keys is not None)
+            self.keys = keys[:split] or None
+            self.tail_keys = keys[split] if split < len(keys) else None
+        if values is not None:
+            split = len(values) - (self.tail_values is not None)
+            self.values = values[:split] or None
+            self.tail_values = values[split] if split < len(values) else None
+
     # -- what a step does -------------------------------------------------------------------------------------------
 
     def append(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
