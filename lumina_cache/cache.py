@@ -310,7 +310,7 @@ class LuminaCache(list[Any]):
 
     def __iadd__(self, other: Iterable[Any]) -> LuminaCache:
         """Append a draft model's cache; its entries are used as they are, unmanaged and not counted in the budget."""
-        other = list(other)
+        other = other if isinstance(other, LuminaCache) else list(other)
         self._note_joined(other)
         self.extend(other)
         return self

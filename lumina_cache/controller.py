@@ -313,6 +313,7 @@ class Controller:
         if self._acting or not steps.at_boundary:
             self._pending.append(action)
             return None
+        self.resume()
         self._settle(steps)
         self._require_feasible(steps, action)
         return self._execute(steps, action, "caller", None)

@@ -48,7 +48,7 @@ class StandingPlan:
             return None
         over = self.alone > 1 or (self.alone == 1 and not looked)
         self.alone += 1
-        if not over or self.wait >= 0:
+        if not over or self.wait > 0:
             return None
         return only(self.action, self._open)
 

@@ -152,6 +152,47 @@ def test_divergence_is_that_of_the_whole_forward_at_once(loaded: LoadedModel) ->
     assert bench.reference["T1"]["nll"] == pytest.approx(-picked.mean().item(), abs=1e-4)
 
 
+def test_copying_and_lookup_are_judged_at_the_right_positions(loaded: LoadedModel) -> None:
+    """Against the model's own forward over the planted context and what is asked, without a cache."""
+    bench = _bench(loaded)
+    asks = bench.asks
+
+    def whole(fed: tuple[int, ...]) -> mx.array:
+        return log_softmax(loaded.model(mx.array([*asks.context, *fed])[None])[0])
+
+    right = []
+    for copy, found in zip(asks.copies, bench.copied, strict=True):
+        want = whole(copy.fed)[-len(copy.expected) :]
+        assert want.shape == found.shape
+        assert mx.abs(want - found).max().item() < 1e-4
+        right.append(np.mean(np.array(mx.argmax(want, -1)) == np.array(copy.expected)))
+    assert bench.reference["T2"]["accuracy"] == pytest.approx(np.mean(right))
+    for question, chosen in zip(asks.lookups, bench.looked_up, strict=True):
+        assert chosen == int(mx.argmax(whole(question.fed)[-1][mx.array(question.candidates)]))
+
+
+def test_what_a_changed_cache_answers_is_asked_of_the_changed_cache(loaded: LoadedModel) -> None:
+    """A cache with the rows of another document answers as that document would."""
+    from lumina_cache.lab.evaluate.documents import select
+
+    documents, _ = select(loaded.tokenizer, 64, 2, SMALL.length(64), texts())
+    here, there = (Bench(loaded.model, loaded.tokenizer, d, SMALL, 0) for d in documents)
+
+    @dataclass(frozen=True)
+    class Other(Idle):
+        def take(self, full: Any, model: Any) -> Taken:
+            theirs = there.full if full is here.full else there.full_planted
+            return Taken(detached_copy(theirs), 0.0, True)
+
+    found = here.measure(Other())
+    answers = [there._lookup(detached_copy(there.full_planted), q) for q in here.asks.lookups]
+    assert found["T3"]["flips"] == np.mean([a != b for a, b in zip(answers, here.looked_up, strict=True)]) > 0
+    run_on = there._greedy(detached_copy(there.full), None)
+    assert found["T5"]["of"] == SMALL.free_run
+    assert found["T1"]["kl_mean"] > 0
+    assert len(run_on) == SMALL.free_run
+
+
 def _bench(loaded: LoadedModel, plan: Plan = SMALL) -> Bench:
     from lumina_cache.lab.evaluate.documents import select
 
@@ -233,6 +274,14 @@ def test_a_copy_of_a_changed_cache_shares_no_buffer_with_it(loaded: LoadedModel)
         for a, b in zip(before, [x for leaf in leaves(cache) for x in _arrays(leaf)], strict=True)
     )
     assert copied[0].rows == cache[0].rows + len(bench.task.fed)
+
+
+def test_a_detached_copy_has_buffers_of_its_own(loaded: LoadedModel) -> None:
+    bench = _bench(loaded)
+    cache = parse_subject("quant:kivi,bits=4,group=32").take(bench.full, loaded.model).cache
+    before = mx.get_active_memory()
+    copied = detached_copy(cache)
+    assert mx.get_active_memory() - before >= arrays_nbytes(copied) == arrays_nbytes(cache)
 
 
 def _arrays(leaf: Any) -> list[mx.array]:
@@ -393,6 +442,19 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_result(
     assert not partial.exists()
     kept = [json.loads(line) for line in lines[1:]]
     assert all(record in again["records"] for record in kept)  # with their clocks: not measured again
+
+
+def test_every_measurement_is_on_disk_before_the_next_begins(loaded: LoadedModel, tmp_path: Path) -> None:
+    out, seen = tmp_path / "r.json", []
+
+    def look(_: Any) -> None:
+        text = Path(f"{out}.partial").read_text()
+        assert text.endswith("\n")
+        seen.append(len(text.splitlines()))
+
+    run(loaded, ["keep", "reclaim"], out=out, on_progress=look)
+    # header; then a document's own line and one per action, for two documents
+    assert seen == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_actions_can_be_added_to_a_finished_result(loaded: LoadedModel, tmp_path: Path) -> None:
