@@ -29,15 +29,13 @@ from lumina_cache.actions import Action, Evict, Offload, Quantize, Reclaim, Rese
 from lumina_cache.apply import execute, held
 from lumina_cache.codecs import Affine, AffineFetch, Codec, Dense, ElementFormat, Hadamard, Layout
 from lumina_cache.disk import DiskStore
-from lumina_cache.errors import UnsupportedCacheError
+from lumina_cache.errors import ActionInfeasibleError, UnsupportedCacheError
 from lumina_cache.estimate import (
     after_action,
     after_append,
     applies,
-    guarded_rows,
     nbytes_allocated,
     nbytes_live,
-    whole_blocks,
 )
 from lumina_cache.layers import (
     ArraysCache,
@@ -423,7 +421,12 @@ class Rows(RuleBasedStateMachine):
         how = {"rows": kept} if isinstance(kept, int) else {"ratio": kept}
         action = Evict(scorer, **how, sinks=sinks, recent=recent)  # type: ignore[arg-type]
         before = {i: held(self.leaves()[i]) for i in self.kv()}
-        self.act(action, ranges)
+        try:
+            self.act(action, ranges)
+        except ActionInfeasibleError:
+            assert before == {i: held(self.leaves()[i]) for i in self.kv()}
+            assert any(self.protected(i, action, ranges)[0] for i in self.kv())
+            return
         for i, was in before.items():
             model, leaf, block = self.models[i], self.leaves()[i], was.layout.block
             kept_rows = leaf.rows
@@ -433,18 +436,19 @@ class Rows(RuleBasedStateMachine):
             index = [np.flatnonzero(np.isin(p, s)) for p, s in zip(model.positions(), stay, strict=True)]
             assert {len(one) for one in index} == {kept_rows}
             now = held(leaf)
+            for protected, one in zip(self.protected(i, action, ranges), index, strict=True):
+                assert protected <= set(one.tolist())
             self.models[i] = model.keep(np.array(index), now.sealed + now.on_disk)
-            protected = {*range(sinks), *range(was.rows - recent, was.rows)} & {*range(was.rows)}
-            protected |= {p for first, end in ranges for p in range(first, min(end, was.rows))}
-            guarded = guarded_rows(sinks, ranges, was.offset - was.tail, block)
-            in_blocks = guarded + was.tail + whole_blocks(recent, block) + block
-            if (
-                action.rows_kept(was.rows) >= (len(protected) if block == 1 else in_blocks)
-                and not was.evicted
-            ):
-                for one in index:
-                    assert protected <= set(one.tolist())
         self.only_old_codes()
+
+    def protected(self, i: int, action: Evict, ranges: tuple[tuple[int, int], ...]) -> list[set[int]]:
+        """Numbers of the rows that must stay, for each head."""
+        rows, found = self.models[i].rows, []
+        for head in self.models[i].positions():
+            pinned = {n for n, p in enumerate(head) if any(first <= p < end for first, end in ranges)}
+            edges = {*range(action.sinks), *range(rows - action.recent, rows)} & {*range(rows)}
+            found.append(pinned | edges)
+        return found
 
     @precondition(lambda self: any(leaf.rows for leaf in self.leaves()))
     @rule(action=st.sampled_from(QUANTIZE))
