@@ -280,6 +280,12 @@ class Hiding(stock.KVCache):
     """A complete cache that knows which rows each head must not see; see :func:`attend_around_hidden`."""
 
     hidden: np.ndarray | None = None  #: bool (B, H, T) of the first T rows
+    returned: Any = None  #: keys of the last step, by which layers that borrow them are told
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        fetched: tuple[mx.array, mx.array] = super().update_and_fetch(keys, values)
+        self.returned = fetched[0]
+        return fetched
 
 
 def hiding_reference(model: Any) -> list[Any]:
@@ -293,21 +299,23 @@ def hiding_reference(model: Any) -> list[Any]:
     return [swap(entry) for entry in make_prompt_cache(model)]
 
 
-def attend_around_hidden(patch: pytest.MonkeyPatch) -> list[Any]:
-    """Have mlx-lm's attention mask what a :class:`Hiding` cache hides; the caches that it did so for.
+def attend_around_hidden(patch: pytest.MonkeyPatch, reference: Iterable[Any]) -> list[Any]:
+    """Have mlx-lm's attention mask what the caches of ``reference`` hide; those that it did so for.
 
     Masks that models make are shared by layers, so the reference is put where attention is computed.
     """
     real, served = base.scaled_dot_product_attention, []
+    hiding = [leaf for leaf in leaves(list(reference)) if isinstance(leaf, Hiding)]
 
     def attend(
         queries: mx.array, keys: mx.array, values: mx.array, cache: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if getattr(cache, "hidden", None) is None:
+        owner = next((one for one in hiding if one is cache or one.returned is keys), None)
+        if owner is None or owner.hidden is None:
             return real(queries, keys, values, cache, *args, **kwargs)
-        served.append(cache)
+        served.append(owner)
         given = inspect.signature(real).bind(queries, keys, values, cache, *args, **kwargs)
-        given.arguments["mask"] = _around(cache.hidden, given.arguments["mask"], queries, keys)
+        given.arguments["mask"] = _around(owner.hidden, given.arguments["mask"], queries, keys)
         return real(*given.args, **given.kwargs)
 
     for name, module in list(sys.modules.items()):

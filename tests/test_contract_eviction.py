@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from harness import (
     NO_ROWS,
+    UNDECODABLE,
     UNEVICTABLE,
     UNPACKABLE,
     Hiding,
@@ -156,8 +157,8 @@ def test_evicting_while_everything_is_within_the_window_and_going_on_past_it(tin
 #: Architectures of the normal run: grouped heads, windows beside full layers, attention sinks, latents, states, lists.
 SIX = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "falcon_h1", "longcat_flash")
 
-#: Attention that is not mlx-lm's own function cannot be told which rows to hide.
-BY_HAND = {name for name, why in UNPACKABLE.items() if why == "attention by hand"}
+#: Attention that is not mlx-lm's own function, or that an indexer chooses rows for, cannot be told which ones to hide.
+BY_HAND = {name for name, why in UNPACKABLE.items() if why == "attention by hand"} | UNDECODABLE
 
 
 @pytest.mark.parametrize("scorer", sorted(SCORERS))
@@ -169,7 +170,7 @@ def test_evicting_by_any_scorer_equals_hiding_those_rows_from_each_head(
 ) -> None:
     model, ids, at = tiny(name), tokens(200, seed=7), 0
     cache, reference = quiet(model), hiding_reference(model)
-    served = attend_around_hidden(monkeypatch)
+    served = attend_around_hidden(monkeypatch, reference)
     choice = ROW_CHOICE in SCORERS[scorer].method.requires
     if choice and not cache._control.profile(cache._control.trackers[0]).has(ROW_CHOICE):
         for one in (cache, reference):
@@ -197,6 +198,17 @@ def test_evicting_by_any_scorer_equals_hiding_those_rows_from_each_head(
     got, want = (feed(model, one, ids, STEPS, start=at) for one in (cache, reference))
     assert_close(got, want)
     assert served, "the reference hid nothing"
+
+
+def test_the_reference_that_hides_nothing_is_far_off(tiny: Any) -> None:
+    """The control: the tolerance tells a row that is hidden from one that is not."""
+    model, ids = tiny("llama"), tokens(60, seed=8)
+    cache, reference = quiet(model), hiding_reference(model)
+    for one in (cache, reference):
+        feed(model, one, ids, [40])
+    cache.apply("evict:keydiff@rows=39,sinks=0")
+    with pytest.raises(AssertionError, match="largest difference"):
+        assert_close(*(feed(model, one, ids, [1, 3], start=40) for one in (cache, reference)))
 
 
 def of_heads(layer: KVCache) -> np.ndarray:
