@@ -323,8 +323,9 @@ class RowStore:
         if self.keys is None or self.values is None:
             self.keys, self.values = self._nothing_sealed()
         self.keys = _widened(self.keys, rows, layout.keys)
+        mx.eval(self.keys)
         self.values = _widened(self.values, rows, layout.values)
-        mx.eval(self.keys, self.values)
+        mx.eval(self.values)
 
     def _nothing_sealed(self) -> tuple[Encoded, Encoded]:
         """Buffers without rows, of the shapes that sealed rows have."""
@@ -432,9 +433,15 @@ def _widened(buffers: Encoded, rows: int, codec: Codec) -> Encoded:
 
 
 def _widen(a: mx.array, entries: int, axis: int) -> mx.array:
-    more = list(a.shape)
-    more[axis] = entries - a.shape[axis]
-    return mx.concatenate([a, mx.zeros(more, a.dtype)], axis)
+    """The same entries in front of zeros: nothing is there for a while but the two."""
+    shape = list(a.shape)
+    shape[axis] = entries
+    wider = mx.zeros(shape, a.dtype)
+    if axis == 2:
+        wider[:, :, : a.shape[2]] = a
+    else:
+        wider[..., : a.shape[axis]] = a
+    return wider
 
 
 _DENSE = Dense()
