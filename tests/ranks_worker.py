@@ -48,6 +48,7 @@ class Run:
             model.shard(group)
         self.model = model
         self.cache = LuminaCache(model, telemetry=False, policy="off")
+        self.entered = 0.0  # the last agreement, in seconds
         self.full = 0  # bytes of the whole prompt, dense
 
     # -- made-up telemetry: rank 0 never has anything to report
@@ -80,6 +81,7 @@ class Run:
         if not self.ranks.due(step, count, self.ranks.over(predicted)):
             return
         start = time.perf_counter()
+        self.entered = start
         settled = self.ranks.settle(self.stance(step, predicted), self.decide)
         seconds = time.perf_counter() - start
         failing = self.scenario == "action_fails" and self.rank == 1
@@ -165,11 +167,10 @@ def main(scenario: str) -> None:
     run = Run(scenario, group)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", LuminaWarning)
-        start = time.perf_counter()
         try:
             {"generate": run.generate, "bench": run.bench}.get(scenario, run.go)()
         except LuminaError as error:
-            say(error=type(error).__name__, text=str(error), seconds=time.perf_counter() - start)
+            say(error=type(error).__name__, text=str(error), step_seconds=time.perf_counter() - run.entered)
             start = time.perf_counter()
             try:
                 run.ranks.agree(Stance())
