@@ -231,6 +231,23 @@ def test_an_overflow_that_a_decision_left_as_it_was_waits_for_the_next_regular_p
     assert Together(2).run(body) == [[1, 11, 21]] * 2
 
 
+def test_when_bytes_come_apart_the_one_that_overflows_does_not_wait_for_the_other_alone() -> None:
+    """The action fails on rank 1: it stays over the limit, in every step, and rank 0 is not."""
+
+    def body(rank: int, peer: Any) -> list[tuple[int, bool]]:
+        ranks, held, met = Agreement(peer, every=10), 100, []
+        for step in range(1, 26):
+            if ranks.due(step, 1, ranks.over(held + 1)):
+                settled = ranks.settle(Stance(50, held, held + 1), lambda _: Evict("sinks_window", rows=20))
+                met.append((step, ranks.even))
+                if rank == 0:
+                    held = settled.action.rows  # type: ignore[attr-defined]
+            held += 1
+        return met
+
+    assert Together(2).run(body) == [[(1, True), (2, False), (12, False), (22, False)]] * 2
+
+
 def test_asking_twice_about_one_step_does_not_count_its_tokens_twice() -> None:
     def body(rank: int, peer: Any) -> None:
         ranks = Agreement(peer, every=4)
@@ -249,6 +266,7 @@ def test_when_choices_differ_every_rank_keeps_everything_and_says_so() -> None:
             ranks.settle(stance, lambda _: Reclaim() if rank else 1 / 0),  # type: ignore[arg-type, return-value]
             ranks.settle(stance, lambda _: Reclaim()),
         ]
+        assert not ranks.confirm(None)  # nobody could choose: that is not an agreement
         return [(one.action, one.agreed) for one in settled]
 
     with pytest.warns(LuminaWarning) as caught:
