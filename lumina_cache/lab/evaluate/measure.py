@@ -87,7 +87,7 @@ class Bench:
             self._answer()
 
     def _filled(self, context: tuple[int, ...]) -> LuminaCache:
-        cache = LuminaCache(self.model, telemetry=False, log=None, disk=self.disk)
+        cache = LuminaCache(self.model, telemetry=False, log=None, disk=self.disk, guard=False)
         read_prompt(self.model, cache, context, self.plan.chunk)
         return cache
 
