@@ -100,7 +100,7 @@ def _parts_of(layer: RowLayer) -> dict[str, int]:
     if store is None:
         return {}
     room = store.layout.tail_capacity if store.tail_keys is not None else 0
-    return {"tail": store.tail, "tail_capacity": room, "on_disk": store.on_disk}
+    return {"tail": store.tail, "tail_capacity": room, "on_disk": store.on_disk, "head": store.head}
 
 
 def _limit(layer: ManagedLayer) -> int:

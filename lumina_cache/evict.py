@@ -46,8 +46,8 @@ def _too_many(layer: KVCache, held: Held, action: Evict, pinned: Pinned) -> str 
         return None
     kept_tail, kept_sealed = kept_of(held, kept, action.sinks, pinned)
     stay = np.array(protected_rows(mx.array(layer.positions()), action.sinks, action.recent, pinned))
-    sealed, block = held.rows - held.tail, held.layout.block
-    cut = stay[..., :sealed].reshape(*stay.shape[:-1], sealed // block, block)
+    head, sealed, block = held.head, held.rows - held.tail, held.layout.block
+    cut = stay[..., head:sealed].reshape(*stay.shape[:-1], (sealed - head) // block, block)
     blocks = int(cut.any(axis=-1).sum(axis=-1).max(initial=0))
     in_tail = int(stay[..., sealed:].sum(axis=-1).max(initial=0))
     if blocks * block <= kept_sealed and in_tail <= kept_tail:
@@ -74,9 +74,9 @@ def evict(layer: KVCache, action: Evict, pinned: Pinned = ()) -> None:
 def _chosen(layer: KVCache, action: Evict, kept: int, pinned: Pinned) -> tuple[np.ndarray, np.ndarray]:
     """Blocks of sealed rows and rows of the tail that stay, as :meth:`KVCache.gather` takes them."""
     store = layer.own_store()
-    block, tail = store.layout.block, store.tail
-    guarded = guarded_rows(action.sinks, pinned, int(layer.offset) - tail, block)
-    kept_tail, kept_sealed = split_kept(kept, layer.rows, tail, block, guarded)
+    block, head, tail = store.layout.block, store.head, store.tail
+    guarded = guarded_rows(action.sinks, pinned, int(layer.offset) - tail, block, head)
+    kept_tail, kept_sealed = split_kept(max(0, kept - head), layer.rows - head, tail, block, guarded)
     scorer = scorer_of(action)
     keys, values = store.dense() if scorer.reads_rows else (None, None)
     positions = _positions(layer, keys)
@@ -85,9 +85,9 @@ def _chosen(layer: KVCache, action: Evict, kept: int, pinned: Pinned) -> tuple[n
     sealed = layer.rows - tail
     # As sealed rows are kept in whole blocks, a block that is protected in part stays whole if there is room for it.
     blocks = select(
-        _best(scores[..., :sealed], block),
+        _best(scores[..., head:sealed], block),
         kept_sealed // block,
-        _best(stay[..., :sealed].astype(mx.int32), block) > 0,
+        _best(stay[..., head:sealed].astype(mx.int32), block) > 0,
     )
     in_tail = select(scores[..., sealed:], kept_tail, stay[..., sealed:])
     mx.eval(blocks, in_tail)

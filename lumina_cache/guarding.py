@@ -40,10 +40,12 @@ def guarded(
     layout = action.layout
     if layout is None or not (isinstance(layout.keys, Affine) or isinstance(layout.values, Affine)):
         return action
-    judged = layout.sealable(layer.rows) if isinstance(layer, KVCache) else layer.rows
-    if judged < FEWEST_JUDGED:
+    # Rows that stay dense are not judged.
+    first = min(layout.sinks, layer.rows) if isinstance(layer, KVCache) else 0
+    end = first + layout.sealable(layer.rows - first) if isinstance(layer, KVCache) else layer.rows
+    if end - first < FEWEST_JUDGED:
         return action
-    keys, values = (a[:, :, :judged] for a in layer.dense_rows())
+    keys, values = (a[:, :, first:end] for a in layer.dense_rows())
     ladder = action.method.bits
     key_bits = _bits(keys, layout.keys, action.key_bits, guard.limit, ladder)
     value_bits = _bits(values, layout.values, action.value_bits, guard.limit, ladder)

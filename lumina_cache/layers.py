@@ -83,6 +83,7 @@ class Storage:
     tail: int = 0
     disk: DiskRows | None = None
     shapes: Any = None
+    head: int = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Storage:
         return self
@@ -385,7 +386,8 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         dense = encoded_nbytes([a for a in (store.tail_keys, store.tail_values) if a is not None])
         sealed = encoded_nbytes((*(store.keys or ()), *(store.values or ())))
         live = sealed // store.capacity * store.sealed if store.capacity else 0
-        return live + (dense // tails * store.tail if tails else 0)
+        head = encoded_nbytes([a for a in (store.head_keys, store.head_values) if a is not None])
+        return live + head + (dense // tails * store.tail if tails else 0)
 
     def positions(self) -> np.ndarray:
         """Absolute positions int32 of the rows held, ascending: (T,), or (B, H, T) where heads keep different ones."""
@@ -475,7 +477,11 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
             share = self.on_disk / max(1, self.rows)
             keys, values = self.dense_rows()
             store = RowStore.holding(layout, keys, values)
-            drifts = drift(layout.keys, store.keys, keys), drift(layout.values, store.values, values)
+            head = store.head
+            drifts = (
+                drift(layout.keys, store.keys, keys[:, :, head:]),
+                drift(layout.values, store.values, values[:, :, head:]),
+            )
             if disk is not None:
                 store.offload(disk.store, round(share * store.sealed))
         self._take(store)
@@ -504,23 +510,24 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         return self.store
 
     def gather(self, index: np.ndarray, tail: np.ndarray | None = None) -> None:
-        """Keep only some of the rows; the codes of kept rows do not change.
+        """Keep only some of the rows, those of the dense head among them; the codes of kept rows do not change.
 
         Args:
-            index: blocks of sealed rows to keep (n,) or (B, H, n) int32, ascending; row numbers where rows are sealed
-                one by one.
+            index: blocks of sealed rows to keep (n,) or (B, H, n) int32, ascending, counted from the first sealed row;
+                row numbers where rows are sealed one by one.
             tail: rows of the dense tail to keep, (m,) or (B, H, m); None for all of them.
         """
         before, positions = self.rows, self.positions()
         store = self.own_store()
-        block, sealed = store.layout.block, store.on_disk + store.sealed
+        block, head, sealed = store.layout.block, store.head, store.on_disk + store.sealed
         kept_tail = np.arange(store.tail, dtype=np.int32) if tail is None else tail
         rows = index if block == 1 else _rows_of_blocks(index, block)
-        shape = rows.shape[:-1] or kept_tail.shape[:-1]
+        shape = rows.shape[:-1] or kept_tail.shape[:-1] or positions.shape[:-1]
         kept = np.concatenate(
             [
-                np.broadcast_to(rows, (*shape, rows.shape[-1])),
-                np.broadcast_to(kept_tail + sealed, (*shape, kept_tail.shape[-1])),
+                np.broadcast_to(np.arange(head, dtype=np.int32), (*shape, head)),
+                np.broadcast_to(rows + head, (*shape, rows.shape[-1])),
+                np.broadcast_to(kept_tail + head + sealed, (*shape, kept_tail.shape[-1])),
             ],
             axis=-1,
         )
@@ -604,6 +611,7 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
             store.tail,
             store.disk,
             store.shapes,
+            store.head,
         )
         return store.key_arrays, store.value_arrays, self.offset, how
 
@@ -644,20 +652,30 @@ def _per_head(index: np.ndarray) -> mx.array:
 
 
 def _store_of(how: Storage, keys: Encoded, values: Encoded) -> RowStore:
-    has_tail = how.layout.unit > 1 and len(keys) > 0
-    split = len(keys) - has_tail
+    sealed_keys, tail_keys, head_keys = _split(how, keys)
+    sealed_values, tail_values, head_values = _split(how, values)
     return RowStore(
         how.layout,
         how.dtype,
-        tuple(keys[:split]) or None,
-        tuple(values[: len(values) - has_tail]) or None,
+        sealed_keys,
+        sealed_values,
         how.sealed,
-        keys[split] if has_tail else None,
-        values[len(values) - 1] if has_tail else None,
+        tail_keys,
+        tail_values,
         how.tail,
         how.disk,
         how.shapes,
+        head_keys,
+        head_values,
     )
+
+
+def _split(how: Storage, arrays: Encoded) -> tuple[Encoded | None, mx.array | None, mx.array | None]:
+    """One side's arrays as ``RowStore`` lists them: sealed ones, the tail, the head."""
+    rest = list(arrays)
+    head = rest.pop() if how.head else None
+    tail = rest.pop() if how.layout.unit > 1 and rest else None
+    return tuple(rest) or None, tail, head
 
 
 class _LaneLayer(RowLayer):
