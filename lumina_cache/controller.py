@@ -364,6 +364,8 @@ class Controller:
         start, written = time.perf_counter(), self._written()
         with self._busy():
             self.suspended = suspend([e for t in self.trackers for e in self._objects(t)], self.disk)
+        if self.suspended is None:
+            return 0
         mx.clear_cache()
         written = self._count_written(written)
         self.log.write(
@@ -512,7 +514,12 @@ class Controller:
         layers = self._layers(steps)
         if self._predicted(beginning, tokens) > self.budget:
             with self._busy():
-                self._decide(steps, layers, own_tokens, trigger, self._left_by_others(beginning, tokens))
+                known = -1
+                while known != len(
+                    self._guarded
+                ):  # the guard let nothing be done of what was chosen: once more
+                    known = len(self._guarded)
+                    self._decide(steps, layers, own_tokens, trigger, self._left_by_others(beginning, tokens))
             self._say_if_over(beginning, tokens)
         self._renew_slack(beginning, tokens)
 
@@ -576,12 +583,11 @@ class Controller:
                 self._execute(steps, decision.action, "policy", self._decision)
 
     def _less_guarded(self, candidate: Candidate) -> Candidate:
-        """``candidate``, infeasible if the outlier guard lets nothing be done of its codec."""
+        """``candidate``, infeasible if the outlier guard let nothing be done of its codec with as many bits or more."""
+        parts = [part for part in singles(candidate.action) if isinstance(part, Quantize)]
         more = tuple(
-            reason
-            for part in singles(candidate.action)
-            if isinstance(part, Quantize) and (reason := self._guarded.get(part)) is not None
-        )
+            reason for tried, reason in self._guarded.items() if any(_no_finer(p, tried) for p in parts)
+        )[:1]
         return replace(candidate, reasons=candidate.reasons + more) if more else candidate
 
     def _look_at_machine(self) -> Snapshot | None:
@@ -848,6 +854,12 @@ def _held_within(pinned: Pinned, layers: tuple[Held, ...], action: Action | None
     first = min((part.sinks for part in evictions), default=DEFAULT_SINKS)
     last = seen - min((part.recent for part in evictions), default=0)
     return _covered((max(first, start), min(end, last)) for start, end in pinned)
+
+
+def _no_finer(one: Quantize, other: Quantize) -> bool:
+    """Whether ``one`` stores rows as ``other`` does, with no more bits."""
+    coarser = one.key_bits <= other.key_bits and one.value_bits <= other.value_bits
+    return (one.codec, one.group_size) == (other.codec, other.group_size) and coarser
 
 
 def _covered(ranges: Iterable[tuple[int, int]]) -> int:
