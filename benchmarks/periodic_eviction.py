@@ -92,7 +92,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     model = build("llama") if given.model == "tiny" else load_smollm2(mx.float32)[0]
-    print(f"{given.model}, {given.rows} rows, {given.rounds} pairs; {mx.default_device()}, {platform.machine()}, BLAS {BLAS}")
+    where = f"{mx.default_device()}, {platform.machine()}, BLAS {BLAS}"
+    print(f"{given.model}, {given.rows} rows, {given.rounds} pairs; {where}")
     found: dict[str, Any] = {"model": given.model, "rows": given.rows, "rounds": given.rounds}
     for scorer in SCORERS:
         times = list(pairs(model, scorer, given.rows, given.rounds))
