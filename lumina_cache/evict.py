@@ -13,8 +13,9 @@ from .estimate import Held, after_action, guarded_rows, kept_of, split_kept
 from .layers import KVCache
 from .rows import Pinned
 from .scorers import SCORERS, Scorer, protected_rows, select
+from .scorers.observed import OBSERVED
 
-__all__ = ["Pinned", "evict", "scorer_of", "would_lose"]
+__all__ = ["Pinned", "evict", "scorer_of", "why_unseen", "would_lose"]
 
 
 def scorer_of(action: Evict) -> Scorer:
@@ -59,6 +60,15 @@ def _too_many(layer: KVCache, held: Held, action: Evict, pinned: Pinned) -> str 
     return text
 
 
+def why_unseen(layer: KVCache, action: Evict) -> str | None:
+    """Why the scorer of ``action`` would have to guess for the rows of ``layer``; None if it need not."""
+    if action.scorer not in OBSERVED:
+        return None
+    if layer.seen is None:
+        return "its attention is not watched"
+    return layer.seen.why_not(action.scorer, int(layer.offset), layer.rows)
+
+
 def evict(layer: KVCache, action: Evict, pinned: Pinned = ()) -> None:
     """Drop rows of ``layer`` down to what ``action`` keeps.
 
@@ -77,10 +87,16 @@ def _chosen(layer: KVCache, action: Evict, kept: int, pinned: Pinned) -> tuple[n
     block, head, tail = store.layout.block, store.head, store.tail
     guarded = guarded_rows(action.sinks, pinned, int(layer.offset) - tail, block, head)
     kept_tail, kept_sealed = split_kept(max(0, kept - head), layer.rows - head, tail, block, guarded)
-    scorer = scorer_of(action)
-    keys, values = store.dense() if scorer.reads_rows else (None, None)
-    positions = _positions(layer, keys)
-    scores = scorer.scores(keys, values, positions)
+    if action.scorer in OBSERVED:
+        assert layer.seen is not None, "execute() looks before it acts"
+        keys, values = store.dense()
+        positions = _positions(layer, keys)
+        scores = layer.seen.scores(action.scorer, keys, values, positions)
+    else:
+        scorer = scorer_of(action)
+        keys, values = store.dense() if scorer.reads_rows else (None, None)
+        positions = _positions(layer, keys)
+        scores = scorer.scores(keys, values, positions)
     stay = protected_rows(positions, action.sinks, action.recent, pinned)
     sealed = layer.rows - tail
     # As sealed rows are kept in whole blocks, a block that is protected in part stays whole if there is room for it.
