@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from .actions import Action, Evict, Keep, Offload, Plan, Quantize, Reclaim, Reserve, singles
+from .backend.capabilities import OWN_PACKED_ATTENTION
 from .codecs import CODECS, Codec
 from .errors import ActionInfeasibleError, EngagementError
 from .estimate import Held, after_action, applies, nbytes_allocated, nbytes_live, rows_to_disk
@@ -19,6 +20,7 @@ from .layers import ArraysCache, ChunkedKVCache, KVCache, ManagedLayer, Rotating
 from .rows import Pinned
 from .scorers import SCORERS
 from .scorers.observed import OBSERVED
+from .seen import UNHOOKED
 
 if TYPE_CHECKING:
     from .disk import DiskStore
@@ -135,7 +137,7 @@ def execute(
 
     Raises:
         ActionInfeasibleError: this library has no code for the action, there is no disk to write to, a row that must
-            stay would be evicted, or rows are to be ranked by what nobody saw; nothing was changed.
+            stay would be evicted, or attention was to be watched or served that is not; nothing was changed.
         DiskTierError: rows could not be written to, or read back from, their file; layers before that one are changed.
         EngagementError: the bytes or rows afterwards are not those that were asked for.
     """
@@ -149,7 +151,7 @@ def execute(
     why = why_not_protected(targets, action, pinned)
     if why is not None:
         raise ActionInfeasibleError(f"{why}; keep more rows, or protect fewer")
-    _check_seen(targets, action)
+    _check_hooked(targets, action)
     before = Footprint.of(layers)
     rows_before = max((one.rows for one in asked if one.kind == "kv"), default=0)
     done: dict[int, list[Action]] = {}
@@ -247,15 +249,15 @@ def _check_executable(action: Action, disk: DiskStore | None) -> None:
         raise ActionInfeasibleError(f"{action}: this cache has no disk tier; give LuminaCache(disk=…)")
 
 
-def _check_seen(targets: Sequence[RowLayer], action: Action) -> None:
+def _check_hooked(targets: Sequence[RowLayer], action: Action) -> None:
+    """Raises ActionInfeasibleError where an action needs attention calls that nobody watches or serves."""
     for layer, part in _in_order(targets, action):
         if isinstance(part, Evict) and isinstance(layer, KVCache):
             why = why_unseen(layer, part)
             if why is not None:
-                raise ActionInfeasibleError(
-                    f"{action}: {layer.name}: {why}; LuminaCache(…, rung=\"hook\", observe=({part.scorer!r},)) "
-                    "watches from the first token on"
-                )
+                raise ActionInfeasibleError(why)
+        elif OWN_PACKED_ATTENTION in part.requires and applies(held(layer), part) and not layer.served:
+            raise ActionInfeasibleError(UNHOOKED)
 
 
 def _act(layer: RowLayer, action: Action, pinned: Pinned, disk: DiskStore | None) -> None:

@@ -14,6 +14,7 @@ from .layers import KVCache
 from .rows import Pinned
 from .scorers import SCORERS, Scorer, protected_rows, select
 from .scorers.observed import OBSERVED
+from .seen import UNHOOKED
 
 __all__ = ["Pinned", "evict", "scorer_of", "why_unseen", "would_lose"]
 
@@ -65,8 +66,9 @@ def why_unseen(layer: KVCache, action: Evict) -> str | None:
     if action.scorer not in OBSERVED:
         return None
     if layer.seen is None:
-        return "its attention is not watched"
-    return layer.seen.why_not(action.scorer, int(layer.offset), layer.rows)
+        return UNHOOKED
+    why = layer.seen.why_not(action.scorer, int(layer.offset), layer.rows)
+    return None if why is None else f"{layer.name}: {why}"
 
 
 def evict(layer: KVCache, action: Evict, pinned: Pinned = ()) -> None:

@@ -238,7 +238,7 @@ class ManagedLayer:
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         for key, value in self.__dict__.items():
-            if key not in ("_steps", "_served", "_handed"):
+            if key not in ("_steps", "served", "hands_out", "_handed"):
                 new.__dict__[key] = copy.deepcopy(value, memo)
         if self._steps is not None:
             copy.deepcopy(self._steps, memo).attach(new)
@@ -263,8 +263,10 @@ class RowLayer(ManagedLayer):
 
     holds_rows = True
 
-    #: Whether attention over the layer is served from its rows as they lie; set by whoever attaches the server.
-    _served: bool = False
+    #: Whether every attention over the layer can be served from its codes, and whether any can; set by whoever attaches
+    #: a server.
+    served: bool = False
+    hands_out: bool = False
     _handed: Handed | None = None
 
     @property
@@ -286,7 +288,7 @@ class RowLayer(ManagedLayer):
     def _hand_out(self, parts: Parts) -> tuple[Any, Any]:
         """What is returned to the model."""
         keys, values = parts.fetch()
-        if self._served and isinstance(keys, mx.array):
+        if self.hands_out and isinstance(keys, mx.array):
             self._handed = Handed(weakref.ref(keys), weakref.ref(values), parts)
         return keys, values
 

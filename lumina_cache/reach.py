@@ -34,7 +34,7 @@ from .backend.serving import PackedServer
 from .errors import UnsupportedCacheError
 from .layers import KVCache, ManagedLayer, RowLayer
 from .scorers.observed import OBSERVED, Rotation
-from .seen import Seen
+from .seen import UNHOOKED, Seen
 
 __all__ = ["DEFAULT_OBSERVED", "Reach", "rung_of"]
 
@@ -43,7 +43,6 @@ DEFAULT_OBSERVED = ("snapkv",)
 
 _NAMES = {"native": Rung.NATIVE, "cache": Rung.CACHE, "hook": Rung.HOOK}
 _NATIVE = "this cache was opened at rung native, which has mlx-lm's own layouts and packed attention only"
-_UNHOOKED = 'this cache does not reach the attention calls; LuminaCache(…, rung="hook") does'
 _CLOSED = "this cache was closed, and its attention hook with it"
 
 
@@ -99,7 +98,7 @@ class Reach:
         """Opens the hook, at rung hook; ``scorers``: names of those whose statistics are kept."""
         self.rung = rung
         self.scorers = tuple(dict.fromkeys(scorers))
-        self._attached: weakref.WeakSet[ManagedLayer] = weakref.WeakSet()
+        self._attached: weakref.WeakSet[RowLayer] = weakref.WeakSet()
         self._hook: AttentionHook | None = None
         if rung == Rung.HOOK:
             self._known = _known(model, any(OBSERVED[s].needs_rotation for s in self.scorers))
@@ -117,7 +116,7 @@ class Reach:
         level = rung_of(rung)
         names = (observe,) if isinstance(observe, str) else None if observe is None else tuple(observe)
         if names and level != Rung.HOOK:
-            raise UnsupportedCacheError(f"observe={observe!r} at rung {level.name.lower()}: {_UNHOOKED}")
+            raise UnsupportedCacheError(f"observe={observe!r} at rung {level.name.lower()}: {UNHOOKED}")
         for name in names or ():
             if name not in OBSERVED:
                 raise UnsupportedCacheError(
@@ -140,7 +139,7 @@ class Reach:
     def close(self) -> None:
         """Close the hook; layers are attended to by mlx-lm again."""
         for layer in list(self._attached):
-            layer._served = False
+            layer.served = layer.hands_out = False
         self._attached.clear()
         if self._hook is not None:
             self._hook.close()
@@ -152,7 +151,7 @@ class Reach:
             return
         wanted = {layer for layer in layers if isinstance(layer, RowLayer)}
         for layer in set(self._attached) - wanted:
-            layer._served = False
+            layer.served = layer.hands_out = False
             hook.release(layer)
             self._attached.discard(layer)
         for layer in wanted - set(self._attached):
@@ -169,7 +168,7 @@ class Reach:
             self._attached.add(layer)
         if known.why_unseen(layer.name) is None:
             hook.serve(layer, _SERVER)
-            layer._served = True
+            layer.hands_out, layer.served = True, known.why_unserved(layer.name) is None
             self._attached.add(layer)
 
     # -- what is feasible -------------------------------------------------------------------------------------------
@@ -180,7 +179,7 @@ class Reach:
             deep = [c for c in {*found.outcomes, *_HOOKED} if c.rung > Rung.NATIVE]
             return replace(found, outcomes={**found.outcomes, **dict.fromkeys(deep, Outcome(False, _NATIVE))})
         if self._hook is None:
-            more = {c: Outcome(False, _UNHOOKED) for c in _HOOKED if c not in found.outcomes}
+            more = {c: Outcome(False, UNHOOKED) for c in _HOOKED if c not in found.outcomes}
             return replace(found, outcomes={**found.outcomes, **more})
         if self._hook.closed:
             return replace(

@@ -18,7 +18,10 @@ from .codecs.base import STEP
 from .errors import ObservationError
 from .scorers.observed import Attended, ObservedScorer, Rotation, Statistics
 
-__all__ = ["Seen"]
+__all__ = ["UNHOOKED", "Seen"]
+
+#: Why attention calls are neither watched nor served.
+UNHOOKED = 'this cache does not reach the attention calls; LuminaCache(…, rung="hook") does'
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,9 @@ class Seen:
         if one is None:
             return "nothing was seen of the attention over its rows"
         if one.end != offset or one.held != rows:
-            return f"it saw tokens up to position {one.end} and holds those up to {offset}: some came unwatched"
+            return (
+                f"it saw tokens up to position {one.end} and holds those up to {offset}: some came unwatched"
+            )
         return self.scorers[name].missing(one)
 
     def scores(self, name: str, keys: mx.array, values: mx.array, positions: mx.array) -> mx.array:
@@ -127,5 +132,7 @@ class Seen:
         """
         one = self.stats.get(name)
         if one is None or one.held != positions.shape[-1]:
-            raise ObservationError(f"{name}: what was seen does not stand for these {positions.shape[-1]} rows")
+            raise ObservationError(
+                f"{name}: what was seen does not stand for these {positions.shape[-1]} rows"
+            )
         return self.scorers[name].scores(one, keys, values, positions, self.rotation)
