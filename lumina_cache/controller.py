@@ -531,10 +531,8 @@ class Controller:
     def _left_by_others(self, beginning: StepTracker, tokens: int) -> int:
         """The budget less what the draft model, and what is kept of the attention, will take by then."""
         assert self.budget is not None
-        return self.budget - sum(
-            (self._observed(beginning, tokens),)
-            + tuple(nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers[1:])
-        )
+        others = sum(nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers[1:])
+        return self.budget - others - self._observed(beginning, tokens)
 
     def _after(self, steps: StepTracker, beginning: StepTracker, tokens: int) -> tuple[Held, ...]:
         return after_append(self._layers(steps), tokens if steps is beginning else 0)

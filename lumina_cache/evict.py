@@ -89,16 +89,7 @@ def _chosen(layer: KVCache, action: Evict, kept: int, pinned: Pinned) -> tuple[n
     block, head, tail = store.layout.block, store.head, store.tail
     guarded = guarded_rows(action.sinks, pinned, int(layer.offset) - tail, block, head)
     kept_tail, kept_sealed = split_kept(max(0, kept - head), layer.rows - head, tail, block, guarded)
-    if action.scorer in OBSERVED:
-        assert layer.seen is not None, "execute() looks before it acts"
-        keys, values = store.dense()
-        positions = _positions(layer, keys)
-        scores = layer.seen.scores(action.scorer, keys, values, positions)
-    else:
-        scorer = scorer_of(action)
-        keys, values = store.dense() if scorer.reads_rows else (None, None)
-        positions = _positions(layer, keys)
-        scores = scorer.scores(keys, values, positions)
+    scores, positions = _scores(layer, action)
     stay = protected_rows(positions, action.sinks, action.recent, pinned)
     sealed = layer.rows - tail
     # As sealed rows are kept in whole blocks, a block that is protected in part stays whole if there is room for it.
@@ -110,6 +101,20 @@ def _chosen(layer: KVCache, action: Evict, kept: int, pinned: Pinned) -> tuple[n
     in_tail = select(scores[..., sealed:], kept_tail, stay[..., sealed:])
     mx.eval(blocks, in_tail)
     return _as_index(blocks), _as_index(in_tail)
+
+
+def _scores(layer: KVCache, action: Evict) -> tuple[mx.array, mx.array]:
+    """The scorer's ranking of all rows, and their positions."""
+    store = layer.own_store()
+    if action.scorer in OBSERVED:
+        assert layer.seen is not None, "execute() looks before it acts"
+        some_keys, some_values = store.dense()
+        positions = _positions(layer, some_keys)
+        return layer.seen.scores(action.scorer, some_keys, some_values, positions), positions
+    scorer = scorer_of(action)
+    keys, values = store.dense() if scorer.reads_rows else (None, None)
+    positions = _positions(layer, keys)
+    return scorer.scores(keys, values, positions), positions
 
 
 def _positions(layer: KVCache, keys: mx.array | None) -> mx.array:

@@ -1,9 +1,9 @@
 """How deep one cache reaches into the backend, and what it holds there while it does.
 
-The *rung* says how much may be used: ``native``, mlx-lm's own layouts and packed attention; ``cache``, an own cache object
-behind mlx-lm's interface; ``hook``, also the calls of attention themselves, which are watched for the scorers that rank rows by
-them and served from codes where rows are encoded. A rung is part of what the backend can do, so it is said in the profile:
-everything that decides what is feasible reads it there.
+The *rung* says how much may be used: ``native``, mlx-lm's own layouts and packed attention; ``cache``, an own cache
+object behind mlx-lm's interface; ``hook``, also the calls of attention themselves, which are watched for the scorers that
+rank rows by them, and served from codes where rows are encoded. A rung is part of what the backend can do, so it is said
+in the profile: everything that decides what is feasible reads it there.
 """
 
 from __future__ import annotations

@@ -245,9 +245,7 @@ def test_a_part_that_became_impossible_is_refused_once_and_the_others_run(tiny: 
     assert {one.bits for one in held_of(cache)} == {4}
 
 
-@pytest.mark.parametrize(
-    "plan", ["evict:sinks_window@rows=30", "evict:sinks_window@0.5+quant:affine,bits=8,group=32"]
-)
+@pytest.mark.parametrize("plan", ["evict:sinks_window@rows=30", "evict:sinks_window@0.5+quant:affine,bits=8,group=32"])
 def test_nothing_can_be_taken_back_under_a_plan_that_evicts(tiny: Any, plan: str) -> None:
     model = tiny("llama")
     cache = quiet(model, plan=plan)
@@ -293,12 +291,7 @@ def test_a_copy_taken_before_the_plan_acted_acts_for_itself(tiny: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan",
-    [
-        "evict:keydiff@rows=30",
-        "quant:kivi,bits=4,group=32",
-        "evict:sinks_window@0.5+quant:affine,bits=8,group=32",
-    ],
+    "plan", ["evict:keydiff@rows=30", "quant:kivi,bits=4,group=32", "evict:sinks_window@0.5+quant:affine,bits=8,group=32"]
 )
 def test_what_a_plan_left_can_be_exported_saved_and_loaded(tiny: Any, tmp_path: Path, plan: str) -> None:
     model = tiny("llama")
@@ -310,9 +303,7 @@ def test_what_a_plan_left_can_be_exported_saved_and_loaded(tiny: Any, tmp_path: 
     more = tokens(4, seed=8)
     want = feed(model, plain, more, [1] * 4)
     assert same_bits(feed(model, loaded, more, [1] * 4), want)
-    assert_close(
-        feed(model, cache, more[:, :1], [1]), want[:, :1], 1e-2
-    )  # the new row is packed here, dense there
+    assert_close(feed(model, cache, more[:, :1], [1]), want[:, :1], 1e-2)  # the new row is packed here, dense there
 
 
 def test_the_log_names_the_plan_and_what_it_did(tiny: Any) -> None:
@@ -321,12 +312,7 @@ def test_the_log_names_the_plan_and_what_it_did(tiny: Any) -> None:
     [start] = [r for r in cache.log.records if r["event"] == "session.started"]
     assert (start["plan"], start["protect"]) == ("evict:keydiff@rows=30", [[4, 9]])
     [did] = applied(cache)
-    assert (did["origin"], did["lossy"], did["lowest_bits"], did["rows_evicted"]) == (
-        "plan",
-        True,
-        None,
-        PROMPT - 30,
-    )
+    assert (did["origin"], did["lossy"], did["lowest_bits"], did["rows_evicted"]) == ("plan", True, None, PROMPT - 30)
     assert did["after"]["nbytes_allocated"] == did["predicted_allocated"]
     assert cache.observe().nbytes_allocated == real_bytes(cache)
 
@@ -335,9 +321,7 @@ def test_the_log_names_the_plan_and_what_it_did(tiny: Any) -> None:
 
 
 def test_parts_can_be_left_out_of_composites_and_of_plans_by_layer() -> None:
-    plan = parse_action(
-        "0-1:evict:sinks_window@rows=9+quant:affine,bits=8,group=64;2-3:quant:affine,bits=4,group=64;4:keep"
-    )
+    plan = parse_action("0-1:evict:sinks_window@rows=9+quant:affine,bits=8,group=64;2-3:quant:affine,bits=4,group=64;4:keep")
     assert str(only(plan, lambda p: "evict" in str(p))) == "0-1:evict:sinks_window@rows=9"
     assert str(only(plan, lambda p: "bits=4" in str(p))) == "2-3:quant:affine,bits=4,group=64"
     assert only(plan, lambda p: False) is None

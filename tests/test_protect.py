@@ -58,12 +58,7 @@ def test_protected_rows_survive_repeated_evictions(tiny: Any, scorer: str) -> No
 
 @pytest.mark.parametrize(
     "codec",
-    [
-        "kivi,bits=4,group=32",
-        "hadamard,bits=4,group=32",
-        "affine_fetch,bits=8,group=32,residual=16",
-        "affine,bits=8,group=32",
-    ],
+    ["kivi,bits=4,group=32", "hadamard,bits=4,group=32", "affine_fetch,bits=8,group=32,residual=16", "affine,bits=8,group=32"],
 )
 @pytest.mark.parametrize("scorer", ["sinks_window", "keydiff"])
 def test_protected_rows_survive_with_rows_encoded_together(tiny: Any, codec: str, scorer: str) -> None:

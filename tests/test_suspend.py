@@ -170,9 +170,7 @@ def test_a_lost_file_is_an_error_and_the_cache_stays_suspended(tiny: Any, tmp_pa
     assert same_bits(feed(model, cache, more, [1, 3]), feed(model, twin, more, [1, 3]))
 
 
-def test_a_full_disk_leaves_everything_in_memory(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_everything_in_memory(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lumina_cache.disk import DiskStore
 
     def full(*_: Any) -> Any:
