@@ -40,6 +40,7 @@ from .fingerprint import remembered_fingerprint
 from .guarding import Guard
 from .layers import KVCache, ManagedLayer, RotatingKVCache
 from .policy import Candidate, Decision, Policy, State, candidates_for, weigh
+from .reach import Reach
 from .rows import Pinned
 from .standing import StandingPlan, only
 from .steps import StepTracker
@@ -83,6 +84,7 @@ class Controller:
         protect: Pinned = (),
         disk: Lease | None = None,
         guard: float | None = None,
+        reach: Reach | None = None,
     ) -> None:
         self.models = models
         self.budget = budget
@@ -94,6 +96,7 @@ class Controller:
         self.protect = protect
         self.lease = disk
         self.guard = guard
+        self.reach = Reach() if reach is None else reach
         self.suspended: Suspended | None = None
         self.trackers: list[StepTracker] = []
         self.speculative = len(models) > 1
@@ -117,7 +120,7 @@ class Controller:
         if disk is not None:
             disk.take()
             log.count_disk(0)
-        self.finalizer = weakref.finalize(self, _end, log, disk)
+        self.finalizer = weakref.finalize(self, _end, log, disk, self.reach)
 
     @property
     def disk(self) -> DiskStore | None:
@@ -257,6 +260,7 @@ class Controller:
             protect=self.protect,
             disk=self.lease,
             guard=self.guard,
+            reach=self.reach.copy(self.models[0]),
         )
         new.plan = copy.copy(self.plan)
         memo[id(self)] = new
@@ -296,12 +300,11 @@ class Controller:
             self._acting = before
 
     def profile(self, steps: StepTracker) -> BackendProfile:
-        """What the model can do with this cache: what its probe found, and whether the cache was given a disk."""
+        """What the model can do with this cache: what its probe found, as far as the cache reaches, and its disk."""
         profile = self.probe(steps).profile
         here = Outcome(True) if self.disk is not None else _NO_DISK
-        if profile.outcomes.get(DISK_TIER) == here:
-            return profile
-        return replace(profile, outcomes={**profile.outcomes, DISK_TIER: here})
+        profile = replace(profile, outcomes={**profile.outcomes, DISK_TIER: here})
+        return self.reach.profile(profile, self._objects(steps))
 
     def apply(self, action: Action) -> Applied | None:
         """Carry out ``action`` on the model's layers now, or at the next step boundary (then None is returned).
@@ -525,14 +528,18 @@ class Controller:
 
     def _predicted(self, beginning: StepTracker, tokens: int) -> int:
         """Allocated bytes of all models after ``beginning`` has done a step of ``tokens`` tokens."""
-        return sum(nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers)
+        rows = sum(nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers)
+        return rows + self._observed(beginning, tokens)
+
+    def _observed(self, beginning: StepTracker, tokens: int) -> int:
+        """Bytes of what is kept of the attention after a step of ``tokens`` tokens of one of the models."""
+        return self.reach.nbytes_after(tokens if beginning is self.trackers[0] else 0)
 
     def _left_by_others(self, beginning: StepTracker, tokens: int) -> int:
-        """The budget less what the draft model will hold by then."""
+        """The budget less what the draft model, and what is kept of the attention, will take by then."""
         assert self.budget is not None
-        return self.budget - sum(
-            nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers[1:]
-        )
+        others = sum(nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers[1:])
+        return self.budget - others - self._observed(beginning, tokens)
 
     def _after(self, steps: StepTracker, beginning: StepTracker, tokens: int) -> tuple[Held, ...]:
         return after_append(self._layers(steps), tokens if steps is beginning else 0)
@@ -556,7 +563,7 @@ class Controller:
             evicted_by=self.evicted_by,
             machine=None if machine is None else machine.to_record(),
         )
-        weighed = weigh(state, candidates_for(state, probe.group_size or 64), probe.profile)
+        weighed = weigh(state, candidates_for(state, probe.group_size or 64), self.profile(steps))
         candidates = tuple(self._less_guarded(c) for c in weighed)
         decision = self._ask(policy, state, candidates)
         chosen = next((c for c in candidates if c.action == decision.action), None)
@@ -811,7 +818,8 @@ class Controller:
     def _renew_slack(self, beginning: StepTracker, tokens: int) -> None:
         """Until so many more tokens have come after this step, no model's bytes can change."""
         after = (one for steps in self.trackers for one in self._after(steps, beginning, tokens))
-        room = tokens_without_growth(after)
+        rooms = (tokens_without_growth(after), self.reach.room())
+        room = min((r for r in rooms if r is not None), default=None)
         self._slack = (1 << 30) if room is None else room
 
     def _index(self, steps: StepTracker) -> int:
@@ -883,8 +891,9 @@ def _require_room(plan: Action, pinned: Pinned) -> None:
                 )
 
 
-def _end(log: AuditLog, disk: Lease | None) -> None:
+def _end(log: AuditLog, disk: Lease | None, reach: Reach) -> None:
     """A cache is closed, or gone."""
+    reach.close()
     against = None if disk is None else disk.give_up()
     if against is not None:
         log.write("warning", code="disk_not_cleared", text=str(against))
