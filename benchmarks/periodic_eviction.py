@@ -85,15 +85,19 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny")
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     model = build("llama") if given.model == "tiny" else load_smollm2(mx.float32)[0]
-    where = f"{mx.default_device()}, {platform.machine()}, BLAS {BLAS}"
-    print(f"{given.model}, {given.rows} rows, {given.rounds} pairs; {where}")
+    print(
+        f"{given.model}, {given.rows} rows, {given.rounds} pairs; {mx.default_device()}, {platform.machine()}"
+    )
+    print(f"BLAS {BLAS}")
     found: dict[str, Any] = {"model": given.model, "rows": given.rows, "rounds": given.rounds}
     for scorer in SCORERS:
         times = list(pairs(model, scorer, given.rows, given.rounds))

@@ -1,6 +1,6 @@
 """The tables of scorers and codecs in the documentation, made from the registries.
 
-    python -m lumina_cache.method_tables docs/actions.md        # rewrites the part between the two marks
+python -m lumina_cache.method_tables docs/actions.md        # rewrites the part between the two marks
 """
 
 from __future__ import annotations

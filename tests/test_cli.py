@@ -124,9 +124,7 @@ def test_run_carries_out_a_plan_and_says_so(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stderr.split())
-    assert (
-        "applied evict:keydiff@rows=64+quant:affine,bits=8,group=64+offload:cold@0.50 (plan)" in said
-    )
+    assert "applied evict:keydiff@rows=64+quant:affine,bits=8,group=64+offload:cold@0.50 (plan)" in said
     assert "written to disk" in said
     shown = cli("log", str(tmp_path / "run.jsonl")).stdout
     assert "positions 0-20 protected" in shown
