@@ -307,7 +307,7 @@ def calibrate(
     ] = False,
     minutes: Annotated[
         float | None,
-        typer.Option(help="Start nothing new after so many. Default: 20, or 1.5 with --quick.", min=0.0),
+        typer.Option(help="Start nothing new after so many. Default: 20, or 1.25 with --quick.", min=0.0),
     ] = None,
     documents: Annotated[
         int | None, typer.Option(help="Most documents to measure. Default: 12, or 1 with --quick.")

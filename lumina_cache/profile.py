@@ -224,5 +224,5 @@ def read_profile(path: Path, *, borrowed: bool = False) -> Profile:
 def default_profile() -> Profile:
     """The figures that ship with the library: measured on SmolLM2-135M-Instruct, borrowed for any other model."""
     return read_profile(
-        Path(str(files("lumina_cache.data").joinpath("profiles", "smollm2-135m.json"))), borrowed=True
+        Path(str(files("lumina_cache.data") / "profiles" / "smollm2-135m.json")), borrowed=True
     )

@@ -22,7 +22,7 @@ from .settings import FULL, MOST_DOCUMENTS, QUICK, Settings
 __all__ = ["QUICK_MINUTES", "calibrate_command"]
 
 #: After so many minutes no new measurement is started, if the user says nothing else.
-MINUTES, QUICK_MINUTES = 20.0, 1.5
+MINUTES, QUICK_MINUTES = 20.0, 1.25
 
 
 def calibrate_command(

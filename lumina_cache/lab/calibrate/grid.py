@@ -35,14 +35,7 @@ _ONLY: dict[str, tuple[int, ...]] = {"kivi": (8, 4, 3, 2)}
 _GROUPS: dict[str, tuple[int, ...]] = {"kivi": (32, 64)}
 _USUAL_GROUPS = (64, 32)
 
-_QUICK_CODECS = (
-    ("affine", 8),
-    ("affine", 4),
-    ("hadamard", 4),
-    ("hadamard", 3),
-    ("hadamard", 2),
-    ("kivi", 2),
-)
+_QUICK_CODECS = (("hadamard", 4), ("affine", 4), ("kivi", 2), ("hadamard", 3), ("affine", 8))
 _QUICK_SCORERS = ("sinks_window", "keydiff")
 
 

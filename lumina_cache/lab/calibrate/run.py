@@ -1,7 +1,7 @@
 """Run a calibration from start to end, for as long as there is time, or on from where it stopped.
 
-The first document gets every action, then decode steps are timed, then further documents follow, in turn of the domains.
-After each of them a profile of what is known so far is put in place, so that stopping early costs precision, not the run.
+The first document gets every codec and eviction, then decode steps are timed, then come the checks of assumptions and
+further documents, in turn of the domains. After each of them a profile of what is known so far is put in place, so that stopping early costs precision, not the run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...actions import Action
+from ...backend.installation import device_kind
 from ...errors import (
     CalibrationError,
     EvaluationError,
@@ -22,6 +23,7 @@ from ...errors import (
 )
 from ...profile import Profile, read_profile
 from ...profile_home import profile_key, profile_path, write_profile
+from ..blas import preload_openblas
 from ..corpus import Document
 from ..evaluate.documents import EvalDocument, select
 from ..evaluate.measure import Bench
@@ -160,8 +162,6 @@ class _Run:
         try:
             for i, document in enumerate(self.used):
                 self._document(i, document)
-                if i == 0:
-                    self._times()
                 self._put()
         except _OutOfTime:
             complete = False
@@ -187,13 +187,19 @@ class _Run:
             if known is None:
                 self.store.add({**bench.document_record(), "depths": list(plan.depths), "code": self.code})
         self.done += self._read_work()
+        timed = index > 0
         for action in due:
+            if not timed and action not in self.grid.core:
+                self._times()
+                timed = True
             if self._has(index, action):  # by a twin that was measured just now
                 self.done += self._subject_work()
                 continue
             self._start(f"{index + 1} of {len(self.used)}  {document.name}  {action}")
             self.store.add({**measured(bench, OwnAction(action)), "code": self.code})
             self.done += self._subject_work()
+        if not timed:
+            self._times()
 
     def _times(self) -> None:
         actions = self.grid.codecs
@@ -269,6 +275,7 @@ class _Run:
             "commit": here["commit"],
             "python": here["installation"]["python"],
             "system": here["installation"]["system"],
+            "blas": _blas(),
             "settings": self.settings.to_record(),
             "texts": [
                 {"name": d.name, "domain": d.domain, "sha256": d.tokens_sha256}
@@ -309,6 +316,16 @@ class _Run:
     def _timed_work(self) -> float:
         rows = self.settings.timed_rows
         return max(rows) + len(rows) * len(self.grid.codecs) * 8.0 * self.settings.timed_steps
+
+
+def _blas() -> str | None:
+    """Which BLAS MLX's CPU backend computes with; None on other devices."""
+    if device_kind() != "cpu":
+        return None
+    threads = os.environ.get("OPENBLAS_NUM_THREADS", "as many as processors")
+    return (
+        f"OpenBLAS, threads: {threads}" if preload_openblas().engaged else "the one that MLX was linked with"
+    )
 
 
 def _check_replaceable(path: Path) -> None:

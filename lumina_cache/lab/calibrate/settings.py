@@ -17,6 +17,10 @@ MOST_DOCUMENTS = 30
 class Settings:
     """Settings of one calibration. Lengths are in tokens.
 
+    Tokens of one document are much alike, so few are scored on each and time goes into more documents. They are fed in
+    blocks: rows of one block see each other as they are, and what is stored sees them as the codec left them, so that
+    long blocks would flatter codecs that are decoded when rows are fetched.
+
     Codecs and evictions are measured on up to ``documents`` documents, one after another, for as long as there is time;
     what checks assumptions on the first ``checked`` of them.
     """
@@ -24,16 +28,16 @@ class Settings:
     plan: Plan = Plan(
         contexts=((1024, MOST_DOCUMENTS),),
         tests=("T1", "T2"),
-        scored=64,
+        scored=32,
         block=16,
         depths=(0.25, 0.75),
-        cue=16,
-        copied=24,
+        cue=12,
+        copied=16,
         free_run_documents=0,
         timed_documents=0,
     )
     documents: int = 12
-    checked: int = 6
+    checked: int = 4
     quick: bool = False
     shares: tuple[float, ...] = (0.75, 0.5, 0.375, 0.25, 0.125, 0.0625)
     recent: int = 32  #: newest rows that evictions protect, beside the default number of sinks
@@ -55,7 +59,7 @@ FULL = Settings()
 
 #: A look, not a result: one short document, few actions, layers in groups.
 QUICK = Settings(
-    plan=replace(FULL.plan, contexts=((256, 3),), scored=32, block=32),
+    plan=replace(FULL.plan, contexts=((256, 3),), block=32),
     documents=1,
     checked=1,
     quick=True,
