@@ -114,6 +114,7 @@ def _record(found: Calibration) -> dict[str, object]:
         "records": str(found.records),
         "documents": found.documents,
         "complete": found.complete,
+        "written": not found.kept,
         "profile": found.profile.to_record(),
     }
 
@@ -122,7 +123,10 @@ def _say_state(found: Calibration, command: str, console: Console) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    say(f"profile: {found.path}")
+    if found.kept:
+        say(f"not kept: {found.path} was measured in full, and this was a quick look")
+    else:
+        say(f"profile: {found.path}")
     if not found.complete:
         say(
             f"the time was over with {found.documents} documents measured in full; the same command goes on from "

@@ -1,15 +1,18 @@
 """Run a calibration from start to end, for as long as there is time, or on from where it stopped.
 
 The first document gets every codec and eviction, then decode steps are timed, then come the checks of assumptions and
-further documents, in turn of the domains. After each of them a profile of what is known so far is put in place, so that stopping early costs precision, not the run.
+further documents, in turn of the domains. After each of them a profile of what is known so far is put in place, so that
+stopping early costs precision, not the run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,11 +64,13 @@ class Calibration:
     records: Path
     documents: int
     complete: bool  #: whether everything that was asked for was measured before the time was over
+    kept: bool = False  #: whether the profile at ``path`` was left as it is, because this one is a quick look
 
 
-def records_path(path: Path) -> Path:
-    """Where the single measurements behind the profile at ``path`` are kept."""
-    return path.with_name(path.name + ".records")
+def records_path(path: Path, header: Mapping[str, Any]) -> Path:
+    """Where the single measurements behind the profile at ``path`` are kept: a file for each set of conditions."""
+    digest = hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=4).hexdigest()
+    return path.with_name(f"{path.stem}.{digest}.records")
 
 
 def calibrate(
@@ -94,7 +99,7 @@ def calibrate(
         CalibrationError: the model has nothing to calibrate, the time was over before anything was measured, or a file
             cannot be written or holds something else.
     """
-    run = _Run(loaded, settings, texts, out, clock() + 60.0 * minutes, command, on_progress, clock)
+    run = _Run(loaded, settings, texts, out, minutes, command, on_progress, clock)
     try:
         return run.all()
     finally:
@@ -114,16 +119,16 @@ class _Run:
         settings: Settings,
         texts: Sequence[Document] | None,
         out: Path | None,
-        deadline: float,
+        minutes: float,
         command: str | None,
         on_progress: Callable[[Progress], None],
         clock: Callable[[], float],
     ) -> None:
         self.loaded, self.settings, self.command = loaded, settings, command
-        self.deadline, self.on_progress, self.clock = deadline, on_progress, clock
+        self.deadline, self.on_progress, self.clock = clock() + 60.0 * minutes, on_progress, clock
         self.key = profile_key(loaded.model)
         self.path = profile_path(self.key) if out is None else out
-        _check_replaceable(self.path)
+        self.kept = _worth_keeping(self.path, settings, self.key)
         self.shape: ModelShape = shape_of(loaded.model)
         self.grid: Grid = grid_of(self.shape, settings)
         plan = settings.plan
@@ -144,7 +149,7 @@ class _Run:
             "documents": [d.to_record() for d in self.documents],
             "timed": [self.settings.timed_rows, self.settings.timed_steps],
         }
-        path = records_path(self.path)
+        path = self.records = records_path(self.path, header)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             store = Store(path, header, KIND)
@@ -170,7 +175,7 @@ class _Run:
             self._finish()
         self._say("done")
         documents = len(whole_documents(self._measured(), self.grid))
-        return Calibration(found, self.path, records_path(self.path), documents, complete)
+        return Calibration(found, self.path, self.records, documents, complete, self.kept is not None)
 
     def _actions(self, index: int) -> tuple[Action, ...]:
         checks = self.grid.checks if index < self.settings.checked else ()
@@ -256,6 +261,8 @@ class _Run:
                 f"the time was over before any action was measured; what was is in {self.store.partial}, and the "
                 "same command goes on from there: give it more --minutes"
             )
+        if self.kept is not None:
+            return profile
         try:
             write_profile(profile, self.path)
         except OSError as error:
@@ -285,10 +292,10 @@ class _Run:
         }
 
     def _finish(self) -> None:
-        records = [*self.store._records.values()]
+        records = self.store.records
         try:
             self.store.finish({"kind": KIND, "schema": 1, "header": self.store.header, "records": records})
-            os.chmod(records_path(self.path), 0o600)
+            os.chmod(self.records, 0o600)
         except (OSError, EvaluationError) as error:
             raise CalibrationError(str(error)) from None
 
@@ -328,18 +335,23 @@ def _blas() -> str | None:
     )
 
 
-def _check_replaceable(path: Path) -> None:
-    """A file that is something else than a profile is not written over."""
+def _worth_keeping(path: Path, settings: Settings, key: Mapping[str, str]) -> Profile | None:
+    """The profile at ``path`` if a quick look must not take its place.
+
+    Raises:
+        CalibrationError: there is something else than a profile, which is not written over.
+    """
     try:
-        read_profile(path)
+        found = read_profile(path)
     except FileNotFoundError:
-        return
+        return None
     except OSError as error:
         raise CalibrationError(f"cannot use {path}: {error.strerror or error}") from None
     except ProfileFormatError as error:
-        if not path.read_bytes().strip():
-            return
         raise CalibrationError(
             f"{path} holds something else than a profile of this version, and is not written over ({error}): give "
             "another --out, or remove it"
         ) from None
+    made_quickly = bool(dict(found.provenance.get("settings", {})).get("quick", True))
+    better = settings.quick and not made_quickly and found.provenance.get("key") == key
+    return found if better else None

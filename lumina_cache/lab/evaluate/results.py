@@ -51,6 +51,11 @@ class Store:
         """Records that were there before."""
         return len(self._records)
 
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """All of them, in the order in which they were measured."""
+        return list(self._records.values())
+
     def get(self, context: int, document: str, action: str | None) -> dict[str, Any] | None:
         """The record of a subject on a document; of the document itself for None."""
         return self._records.get((document, context, action))
