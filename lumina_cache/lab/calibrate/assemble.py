@@ -148,11 +148,7 @@ def assemble(
         return measured.quality_of(action, settings, copied, among)
 
     # Figures that are compared with each other come from the same documents.
-    core = {
-        a: q
-        for a in grid.core
-        if not _by_twin(a, measured, grid) and (q := quality(a, whole or None)) is not None
-    }
+    core = {a: q for a in grid.core if (q := quality(a, whole or None)) is not None}
     checked = {a: q for a in grid.checks if (q := quality(a)) is not None}
     weights = _sensitivity(grid, shape, checked)
     seconds, spread = _own_work(measured)
@@ -182,15 +178,9 @@ def assemble(
     )
 
 
-def _by_twin(action: Action, measured: Measured, grid: Grid) -> bool:
-    """Whether its quality is that of another codec, which was measured."""
-    twin = grid.twin(action)
-    return twin is not None and bool(measured.on(twin))
-
-
 def whole_documents(measured: Measured, grid: Grid) -> set[str]:
     """Documents on which every action of the core was measured, those left aside that are refused everywhere."""
-    found = [measured.on(a) for a in grid.core if measured.on(a) and not _by_twin(a, measured, grid)]
+    found = [measured.on(a) for a in grid.core if measured.on(a)]
     return set.intersection(*found) if found else set()
 
 
@@ -199,9 +189,8 @@ def whole_documents(measured: Measured, grid: Grid) -> set[str]:
 
 def _codecs(grid: Grid, core: Mapping[Action, Quality], measured: Measured) -> Iterator[CodecFigure]:
     for codec in grid.codecs:
-        twin = grid.twin(codec)
-        found = core[twin] if twin is not None and twin in core else core.get(codec)
-        if found is not None:
+        if codec in core:
+            found = core[codec]
             yield CodecFigure(codec, _short(found.kl), _short(found.p95), _times(codec, measured))
 
 
@@ -310,7 +299,6 @@ def _assumptions(
         "damages_add_up": composites,
         "layers_add_up": plans,
         "sum_of_layers": _sum_of_layers(measured, grid, checked, quality),
-        "same_codes": _same_codes(measured, grid, quality),
     }
 
 
@@ -358,17 +346,6 @@ def _sum_of_layers(
     if whole is None or any(p is None for p in parts):
         return None
     return _compared(str(codec), math.fsum(p.kl for p in parts if p is not None), whole)
-
-
-def _same_codes(measured: Measured, grid: Grid, quality: _QualityOf) -> dict[str, Any] | None:
-    """A codec that was measured although another one stores the same codes, beside that one."""
-    for action in grid.checks:
-        twin = grid.twin(action) if isinstance(action, Quantize) else None
-        if twin is not None and measured.on(action):
-            mine, other = quality(action, measured.on(twin)), quality(twin, measured.on(action))
-            if mine is not None and other is not None:
-                return _compared(str(action), other.kl, mine)
-    return None
 
 
 def _short(value: Any) -> Any:

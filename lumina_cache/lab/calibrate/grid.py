@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,10 +22,11 @@ __all__ = ["Grid", "ModelShape", "grid_of", "shape_of"]
 _BITS = (4, 8, 3, 2, 6, 5)
 
 #: Unequal bits (keys, values): keys are the more sensitive side in the literature (KIVI, arXiv:2402.02750; KVQuant,
-#: arXiv:2401.18079), so only a pair of the other kind is measured to see whether that holds.
+#: arXiv:2401.18079), so pairs of the other kind are there to see whether that holds.
 _UNEQUAL: dict[str, tuple[tuple[int, int], ...]] = {
     "affine_fetch": ((8, 4), (6, 4), (4, 2), (4, 8)),
-    "hadamard": ((5, 4), (4, 3), (4, 2), (6, 4), (3, 2), (3, 4)),
+    "hadamard": ((5, 4), (4, 3), (4, 2), (6, 4), (5, 3), (3, 2)),
+    "kivi": ((4, 2), (2, 4)),
 }
 
 #: Bits, where all that a codec takes would be many: KIVI's blocks of rows at 6 and 5 bits are no better than affine's.
@@ -58,7 +59,6 @@ class Grid:
     by_layer: tuple[Plan, ...]  #: only the layers of one group encoded; a group is one range
     groups: tuple[tuple[int, ...], ...]  #: numbers of the layers of each of ``by_layer``
     mixed: tuple[Plan, ...]
-    same_codes: tuple[Quantize, ...]  #: measured beside its twin, to see that it really is one
 
     @property
     def core(self) -> tuple[Action, ...]:
@@ -67,14 +67,7 @@ class Grid:
 
     @property
     def checks(self) -> tuple[Action, ...]:
-        return (*self.by_layer, *self.mixed, *self.composites, *self.same_codes)
-
-    def twin(self, action: Action) -> Quantize | None:
-        """A codec of the grid that stores the same codes, so that its quality need not be measured twice."""
-        if not isinstance(action, Quantize) or action.codec != "affine_fetch" or action.residual:
-            return None
-        packed = replace(action, codec="affine")
-        return packed if packed in self.codecs and action.key_bits == action.value_bits else None
+        return (*self.by_layer, *self.mixed, *self.composites)
 
     @property
     def layer_codec(self) -> Quantize | None:
@@ -116,7 +109,6 @@ def grid_of(shape: ModelShape, settings: Settings) -> Grid:
         by_layer=tuple(Plan((((g[0], g[-1]), probe),)) for g in groups if probe is not None),
         groups=groups,
         mixed=tuple(_mixed(shape, codecs, settings)),
-        same_codes=tuple(c for c in codecs if (c.codec, c.key_bits, c.value_bits) == ("affine_fetch", 4, 4)),
     )
 
 

@@ -83,12 +83,9 @@ def _assumptions(found: dict[str, Any]) -> list[str]:
         for one in found[name]:
             alike = f", {one['all_alike']:.4g} with all layers alike" if "all_alike" in one else ""
             lines.append(f"{title}: {one['action']}: {_compared(one)}{alike}")
-    for title, name in (
-        ("single layers, added, beside all at once", "sum_of_layers"),
-        ("same codes, read another way", "same_codes"),
-    ):
-        if found[name] is not None:
-            lines.append(f"{title}: {found[name]['action']}: {_compared(found[name])}")
+    if found["sum_of_layers"] is not None:
+        one = found["sum_of_layers"]
+        lines.append(f"single layers, added, beside all at once: {one['action']}: {_compared(one)}")
     return [*lines, ""]
 
 

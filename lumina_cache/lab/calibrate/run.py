@@ -183,7 +183,7 @@ class _Run:
 
     def _document(self, index: int, document: EvalDocument) -> None:
         plan = plan_of(self.settings, index)
-        due = [a for a in self._actions(index) if not self._has(index, a)]
+        due = [a for a in self._actions(index) if not self._known(document.context, document.name, str(a))]
         known = self.store.get(document.context, document.name, None)
         self.done += self._subject_work() * (len(self._actions(index)) - len(due))
         if due or known is None:
@@ -197,9 +197,6 @@ class _Run:
             if not timed and action not in self.grid.core:
                 self._times()
                 timed = True
-            if self._has(index, action):  # by a twin that was measured just now
-                self.done += self._subject_work()
-                continue
             self._start(f"{index + 1} of {len(self.used)}  {document.name}  {action}")
             self.store.add({**measured(bench, OwnAction(action)), "code": self.code})
             self.done += self._subject_work()
@@ -223,17 +220,6 @@ class _Run:
         finally:
             timer.close()
         self.done = before + self._timed_work()
-
-    def _has(self, index: int, action: Action) -> bool:
-        """Whether nothing is left to measure: it is known, or another codec with the same codes was measured."""
-        document = self.used[index]
-        if self._known(document.context, document.name, str(action)):
-            return True
-        twin = self.grid.twin(action)
-        if twin is None or (index < self.settings.checked and action in self.grid.same_codes):
-            return False
-        record = self.store.get(document.context, document.name, str(twin))
-        return record is not None and record["state"] == "real"
 
     def _known(self, context: int, document: str, action: str) -> bool:
         record = self.store.get(context, document, action)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,8 +19,7 @@ class Settings:
     """Settings of one calibration. Lengths are in tokens.
 
     Tokens of one document are much alike, so few are scored on each and time goes into more documents. They are fed in
-    blocks: rows of one block see each other as they are, and what is stored sees them as the codec left them, so that
-    long blocks would flatter codecs that are decoded when rows are fetched.
+    one block, as many as are kept dense before they are sealed: fed one by one they give the same figures.
 
     Codecs and evictions are measured on up to ``documents`` documents, one after another, for as long as there is time;
     what checks assumptions on the first ``checked`` of them.
@@ -29,7 +29,7 @@ class Settings:
         contexts=((1024, MOST_DOCUMENTS),),
         tests=("T1", "T2"),
         scored=32,
-        block=16,
+        block=32,
         depths=(0.25, 0.75),
         cue=12,
         copied=16,
@@ -52,14 +52,16 @@ class Settings:
         return self.plan.contexts[0][0]
 
     def to_record(self) -> dict[str, Any]:
-        return asdict(self)
+        """As JSON reads it back."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return found
 
 
 FULL = Settings()
 
 #: A look, not a result: one short document, few actions, layers in groups.
 QUICK = Settings(
-    plan=replace(FULL.plan, contexts=((256, 3),), block=32),
+    plan=replace(FULL.plan, contexts=((256, 3),)),
     documents=1,
     checked=1,
     quick=True,
