@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from .actions import Action, Evict, Keep, Offload, Plan, Quantize, Reclaim, Reserve, singles
-from .codecs import CODECS
+from .codecs import CODECS, Codec
 from .errors import ActionInfeasibleError, EngagementError
 from .estimate import Held, after_action, applies, nbytes_allocated, nbytes_live, rows_to_disk
-from .evict import Pinned, evict
+from .evict import evict, would_lose
+from .guarding import Guard, guarded
 from .layers import ArraysCache, ChunkedKVCache, KVCache, ManagedLayer, RotatingKVCache, RowLayer
+from .rows import Pinned
 from .scorers import SCORERS
 
 if TYPE_CHECKING:
     from .disk import DiskStore
 
-__all__ = ["Applied", "Footprint", "execute", "held", "held_all", "not_built", "opaque_nbytes"]
+__all__ = [
+    "Applied",
+    "Footprint",
+    "execute",
+    "held",
+    "held_all",
+    "not_built",
+    "opaque_nbytes",
+    "why_not_protected",
+]
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,8 @@ class Applied:
     rows_before: int
     rows_after: int
     seconds: float  #: of the action itself; what the model still owed the arrays before it is not in it
+    #: Layers that the outlier guard did something else to, by name: the action as done, or ``keep``.
+    guarded: Mapping[str, str] = field(default_factory=dict)
 
 
 def held(layer: Any) -> Held:
@@ -87,7 +100,7 @@ def _parts_of(layer: RowLayer) -> dict[str, int]:
     if store is None:
         return {}
     room = store.layout.tail_capacity if store.tail_keys is not None else 0
-    return {"tail": store.tail, "tail_capacity": room, "on_disk": store.on_disk}
+    return {"tail": store.tail, "tail_capacity": room, "on_disk": store.on_disk, "head": store.head}
 
 
 def _limit(layer: ManagedLayer) -> int:
@@ -102,7 +115,12 @@ def held_all(layers: Iterable[Any]) -> tuple[Held, ...]:
 
 
 def execute(
-    layers: Sequence[Any], action: Action, *, pinned: Pinned = (), disk: DiskStore | None = None
+    layers: Sequence[Any],
+    action: Action,
+    *,
+    pinned: Pinned = (),
+    disk: DiskStore | None = None,
+    guard: Guard | None = None,
 ) -> Applied:
     """Carry out ``action`` on every layer it applies to and check that it took hold.
 
@@ -112,28 +130,41 @@ def execute(
     Args:
         pinned: ranges of absolute positions (first, end) whose rows are not evicted.
         disk: where rows are written to; needed only to offload.
+        guard: raises the bits of layers that the action's would spoil; None for none.
 
     Raises:
-        ActionInfeasibleError: this library has no code for the action; nothing was changed.
+        ActionInfeasibleError: this library has no code for the action, there is no disk to write to, or a row that must
+            stay would be evicted; nothing was changed.
         DiskTierError: rows could not be written to, or read back from, their file; layers before that one are changed.
         EngagementError: the bytes or rows afterwards are not those that were asked for.
     """
-    _check_executable(action)
+    _check_executable(action, disk)
     targets = [layer for layer in layers if isinstance(layer, RowLayer) and layer.rows > 0]
     # Whatever the model still owes these arrays is computed first, in the model's own order: converting a layer whose
     # inputs are unevaluated would keep the old buffers of all layers before it alive.
     mx.eval([(layer.keys, layer.values) for layer in targets])
     start = time.perf_counter()
     asked = held_all(layers)
+    why = why_not_protected(targets, action, pinned)
+    if why is not None:
+        raise ActionInfeasibleError(f"{why}; keep more rows, or protect fewer")
     before = Footprint.of(layers)
-    predicted = after_action(asked, action)
     rows_before = max((one.rows for one in asked if one.kind == "kv"), default=0)
+    done: dict[int, list[Action]] = {}
+    changes: dict[str, str] = {}
     for layer, part in _in_order(targets, action):
-        _act(layer, part, pinned, disk)
+        effective = _effective(layer, part, guard)
+        _act(layer, effective, pinned, disk)
+        done.setdefault(id(layer), []).append(effective)
+        if effective != part:
+            changes[layer.name] = str(effective)
+    predicted = tuple(
+        _after(one, done.get(id(layer), []), pinned) for one, layer in zip(asked, layers, strict=True)
+    )
     mx.clear_cache()
     observed = held_all(layers)
     after = Footprint.of(layers)
-    _check_engaged(action, predicted, observed)
+    _check_engaged(action, predicted, observed, layers)
     return Applied(
         action=action,
         before=before,
@@ -144,7 +175,33 @@ def execute(
         rows_before=rows_before,
         rows_after=max((one.rows for one in observed if one.kind == "kv"), default=0),
         seconds=time.perf_counter() - start,
+        guarded=changes,
     )
+
+
+def _effective(layer: RowLayer, part: Action, guard: Guard | None) -> Action:
+    """What is done to ``layer`` for ``part``: the guard may have it that more bits are needed, or nothing at all."""
+    if guard is None or not isinstance(part, Quantize) or not applies(held(layer), part):
+        return part
+    assert isinstance(layer, KVCache | RotatingKVCache | ChunkedKVCache)
+    return guarded(layer, part, guard) or Keep()
+
+
+def _after(one: Held, parts: Iterable[Action], pinned: Pinned) -> Held:
+    for part in parts:
+        [one] = after_action([one], part, pinned)
+    return one
+
+
+def why_not_protected(layers: Iterable[Any], action: Action, pinned: Pinned) -> str | None:
+    """Why ``action`` would evict a row that must stay: the first, the last or a pinned one; None if it does not."""
+    for layer in layers:
+        if isinstance(layer, KVCache) and layer.rows > 0:
+            parts = action.for_layer(layer.index).parts if isinstance(action, Plan) else action.parts
+            why = would_lose(layer, held(layer), parts, pinned)
+            if why is not None:
+                return why
+    return None
 
 
 def _in_order(targets: Sequence[RowLayer], action: Action) -> Iterator[tuple[RowLayer, Action]]:
@@ -180,14 +237,17 @@ def not_built(action: Action) -> str | None:
     return None
 
 
-def _check_executable(action: Action) -> None:
+def _check_executable(action: Action, disk: DiskStore | None) -> None:
     missing = not_built(action)
     if missing is not None:
         raise ActionInfeasibleError(f"{action}: this version of lumina_cache has no code for {missing}")
+    if disk is None and any(isinstance(part, Offload) for part in singles(action)):
+        raise ActionInfeasibleError(f"{action}: this cache has no disk tier; give LuminaCache(disk=…)")
 
 
 def _act(layer: RowLayer, action: Action, pinned: Pinned, disk: DiskStore | None) -> None:
-    if not applies(held(layer), action):
+    now = held(layer)
+    if not applies(now, action) or after_action([now], action, pinned) == (now,):
         return
     if isinstance(action, Quantize):
         _reencode(layer, action)
@@ -201,10 +261,7 @@ def _act(layer: RowLayer, action: Action, pinned: Pinned, disk: DiskStore | None
         case Evict():
             evict(layer, action, pinned)
         case Offload():
-            if disk is None:
-                raise ActionInfeasibleError(
-                    f"{action}: this cache has no disk tier; give LuminaCache(disk=…)"
-                )
+            assert disk is not None
             if action.layers is None or action.layers[0] <= layer.index <= action.layers[1]:
                 store = layer.own_store()
                 rows = rows_to_disk(action, store.on_disk + store.sealed, store.layout.block)
@@ -214,19 +271,36 @@ def _act(layer: RowLayer, action: Action, pinned: Pinned, disk: DiskStore | None
 def _reencode(layer: RowLayer, action: Quantize) -> None:
     assert action.layout is not None
     assert isinstance(layer, KVCache | RotatingKVCache | ChunkedKVCache)
-    if 0.0 in layer.reencode(action.layout):
+    before, after = layer.layout, action.layout
+    drifts = layer.reencode(after)
+    sides = (before.keys, after.keys), (before.values, after.values)
+    if any(d == 0.0 and _coarser(*side) for d, side in zip(drifts, sides, strict=True)):
         raise EngagementError(
             f"{action}: {layer.name} gives back exactly the rows that it was given, which no code of "
             f"{action.key_bits} and {action.value_bits} bits can do: nothing was encoded"
         )
 
 
-def _check_engaged(action: Action, predicted: Sequence[Held], observed: Sequence[Held]) -> None:
-    for want, got in zip(predicted, observed, strict=True):
+def _coarser(before: Codec, after: Codec) -> bool:
+    """Whether rows cannot come through unchanged; those held at as few bits already may."""
+    return after.code_bits is not None and (before.code_bits is None or after.code_bits < before.code_bits)
+
+
+def _check_engaged(
+    action: Action, predicted: Sequence[Held], observed: Sequence[Held], layers: Sequence[Any]
+) -> None:
+    for want, got, layer in zip(predicted, observed, layers, strict=True):
         if replace(want, name=got.name) != got:
             raise EngagementError(f"{action}: {got.name} should hold {want} but holds {got}")
-        if (nbytes_allocated([want]), nbytes_live([want])) != (nbytes_allocated([got]), nbytes_live([got])):
-            raise EngagementError(f"{action}: {got.name} should take {want} but takes {got}")
+        if not isinstance(layer, RowLayer):
+            continue
+        asked = nbytes_allocated([want]), nbytes_live([want])
+        taken = layer.nbytes_allocated, layer.nbytes_live
+        if asked != taken:
+            raise EngagementError(
+                f"{action}: {got.name} should take {asked[0]} bytes, {asked[1]} of them for rows held, "
+                f"but takes {taken[0]} and {taken[1]}"
+            )
 
 
 def opaque_nbytes(entry: Any) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 __all__ = [
     "ActionInfeasibleError",
     "ActionSyntaxError",
+    "AgreementError",
+    "AttentionInputError",
     "BackendInterfaceError",
     "BudgetError",
     "CalibrationError",
@@ -23,7 +25,10 @@ __all__ = [
     "MixedExecutionStateError",
     "ModelShapeError",
     "ModelUnavailableError",
+    "ObservationError",
     "ProfileFormatError",
+    "RankLostError",
+    "RanksApartError",
     "TableFormatError",
     "UnsupportedCacheError",
 ]
@@ -55,6 +60,14 @@ class ActionSyntaxError(LuminaError, ValueError):
 
 class ActionInfeasibleError(LuminaError):
     """An action that this backend cannot execute in this state; the cache is left as it was."""
+
+
+class AgreementError(LuminaError, ValueError):
+    """Numbers or settings that several ranks cannot agree on."""
+
+
+class AttentionInputError(LuminaError, ValueError):
+    """Queries, rows or a mask whose shapes do not go together, or that no attention can be computed for."""
 
 
 class DiskTierError(LuminaError):
@@ -111,6 +124,18 @@ class ModelUnavailableError(LuminaError):
 
 class ProfileFormatError(LuminaError, ValueError):
     """A file of calibrated figures that cannot be read."""
+
+
+class RankLostError(LuminaError):
+    """Another rank of a distributed generation has died or hangs. The cache is as it was, and nothing more is decided."""
+
+
+class RanksApartError(LuminaError):
+    """The ranks of a distributed generation are not at the same point of it."""
+
+
+class ObservationError(LuminaError):
+    """What was observed of a layer's attention does not fit its rows, or is not enough to rank them by."""
 
 
 class TableFormatError(LuminaError, ValueError):

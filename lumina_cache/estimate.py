@@ -12,9 +12,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .actions import Action, Evict, Keep, Merge, Offload, Page, Plan, Quantize, Reclaim, Reserve
-from .codecs import AffineFetch, Layout
+from .actions import (
+    DEFAULT_SINKS,
+    Action,
+    Evict,
+    Keep,
+    Merge,
+    Offload,
+    Page,
+    Plan,
+    Quantize,
+    Reclaim,
+    Reserve,
+)
+from .backend.capabilities import KEYS, VALUES
+from .codecs import AffineFetch, Codec, Layout
 from .codecs.base import STEP, grown_capacity
+from .rows import DRIFT_ROWS, Pinned
+from .scorers import SCORERS
 
 __all__ = [
     "Held",
@@ -25,6 +40,8 @@ __all__ = [
     "dense_row_nbytes",
     "emptied",
     "growth_nbytes",
+    "guarded_rows",
+    "kept_of",
     "layout_of",
     "merge_equal",
     "most_rows_within",
@@ -36,6 +53,7 @@ __all__ = [
     "split_kept",
     "tokens_without_growth",
     "transient_of_action",
+    "whole_blocks",
 ]
 
 
@@ -56,6 +74,7 @@ class Held:
     tail: int = 0  #: rows at the end that are not sealed yet and stay dense; part of ``rows``
     tail_capacity: int = 0  #: rows allocated for them
     on_disk: int = 0  #: rows at the front whose only copy is in a file; part of ``rows``
+    head: int = 0  #: first rows that stay dense; part of ``rows``
     evicted: bool = False  #: whether rows were dropped by an action
     max_size: int = 0  #: sliding window, or attention chunk of a chunked layer (rows)
     keep: int = 0  #: rows a sliding window never drops
@@ -76,8 +95,8 @@ class Held:
 
     @property
     def sealed(self) -> int:
-        """Rows in memory that are not in the dense tail."""
-        return self.rows - self.tail - self.on_disk
+        """Rows in memory that are neither in the dense head nor in the dense tail."""
+        return self.rows - self.head - self.tail - self.on_disk
 
     @property
     def key_dim(self) -> int:
@@ -96,14 +115,22 @@ LANE_KINDS = ("rotating", "chunked")
 
 def applies(held: Held, part: Action) -> bool:
     """Whether a single action changes the storage of a layer like this."""
-    if isinstance(part, Quantize) and held.kind in LANE_KINDS and held.rows > 0:
+    if held.rows == 0 or isinstance(part, Keep):
+        return False
+    if not isinstance(part, Quantize):
+        return held.changeable
+    if part.layout is not None and part.layout == held.layout:
+        return False  # decoding codes and encoding them again would only add an error
+    if held.kind in LANE_KINDS:
         return part.layout is not None and part.layout.row_by_row
-    return held.changeable and not isinstance(part, Keep)
+    return held.changeable
 
 
 def emptied(held: Held) -> Held:
     """The same layer before its first token; recurrent state is there from the first token on and stays counted."""
-    return replace(held, rows=0, capacity=0, offset=0, tail=0, tail_capacity=0, on_disk=0, evicted=False)
+    return replace(
+        held, rows=0, capacity=0, offset=0, tail=0, tail_capacity=0, on_disk=0, head=0, evicted=False
+    )
 
 
 def merge_equal(layers: Iterable[Held]) -> tuple[Held, ...]:
@@ -130,7 +157,11 @@ def nbytes_allocated(layers: Iterable[Held]) -> int:
     """Bytes of the arrays as allocated, slack included; rows on disk are not in memory and count nothing."""
     return sum(
         one.count
-        * (one.capacity * row_nbytes(one) + one.tail_capacity * dense_row_nbytes(one) + _other_nbytes(one))
+        * (
+            one.capacity * row_nbytes(one)
+            + (one.head + one.tail_capacity) * dense_row_nbytes(one)
+            + _other_nbytes(one)
+        )
         for one in layers
     )
 
@@ -138,7 +169,8 @@ def nbytes_allocated(layers: Iterable[Held]) -> int:
 def nbytes_live(layers: Iterable[Held]) -> int:
     """Bytes of the rows held in memory, without slack."""
     return sum(
-        one.count * (one.sealed * row_nbytes(one) + one.tail * dense_row_nbytes(one) + _other_nbytes(one))
+        one.count
+        * (one.sealed * row_nbytes(one) + (one.head + one.tail) * dense_row_nbytes(one) + _other_nbytes(one))
         for one in layers
     )
 
@@ -175,7 +207,8 @@ def _appended(held: Held, n: int) -> Held:
         capacity = grown_capacity(held.rows, held.capacity, n)
         return replace(held, rows=held.rows + n, capacity=capacity, offset=offset)
     if held.kind != "rotating":
-        tail = held.tail + n
+        first = min(n, held.layout.sinks - held.head) if held.rows == held.head < held.layout.sinks else 0
+        tail = held.tail + n - first
         sealed = held.layout.sealable(tail)
         capacity = grown_capacity(held.sealed, held.capacity, sealed)
         return replace(
@@ -185,6 +218,7 @@ def _appended(held: Held, n: int) -> Held:
             offset=offset,
             tail=tail - sealed,
             tail_capacity=held.layout.tail_capacity,
+            head=held.head + first,
         )
     if n > 1:
         dropped = max(0, held.rows - held.max_size + 1)
@@ -221,26 +255,32 @@ def _room(held: Held) -> int | None:
     return held.capacity - held.sealed
 
 
-def after_action(layers: Iterable[Held], action: Action) -> tuple[Held, ...]:
-    """The same layers after ``action``, before the next token. Layers that actions do not apply to stay as they are."""
+def after_action(layers: Iterable[Held], action: Action, pinned: Pinned = ()) -> tuple[Held, ...]:
+    """The same layers after ``action``, before the next token. Layers that actions do not apply to stay as they are.
+
+    Args:
+        pinned: ranges of absolute positions (first, end), end excluded, whose rows are not evicted.
+    """
     layers = tuple(layers)
     if isinstance(action, Plan):
         if any(one.index < 0 for one in layers):
             raise ValueError(f"{action} names layers, so layers must not be merged: pass one Held per layer")
-        return tuple(one for layer in layers for one in after_action([layer], action.for_layer(layer.index)))
+        return tuple(
+            one for layer in layers for one in after_action([layer], action.for_layer(layer.index), pinned)
+        )
     for part in action.parts:
-        layers = tuple(_acted(one, part) if applies(one, part) else one for one in layers)
+        layers = tuple(_acted(one, part, pinned) if applies(one, part) else one for one in layers)
     return layers
 
 
-def _acted(held: Held, action: Action) -> Held:
+def _acted(held: Held, action: Action, pinned: Pinned) -> Held:
     match action:
         case Keep():
             return held
         case Reclaim():
             return replace(held, capacity=held.sealed)
         case Reserve():
-            return replace(held, capacity=max(held.capacity, action.rows))
+            return replace(held, capacity=max(held.capacity, whole_blocks(action.rows, held.layout.block)))
         case Page():
             return replace(held, capacity=-(-held.rows // action.rows) * action.rows)
         case Merge():
@@ -251,7 +291,7 @@ def _acted(held: Held, action: Action) -> Held:
         case Offload():
             return _offloaded(held, action)
         case Evict():
-            return _evicted(held, action)
+            return _evicted(held, action, pinned)
         case Quantize():
             return _reencoded(held, layout_of(action))
     raise TypeError(f"no byte formula for {action!r}")
@@ -281,37 +321,76 @@ def rows_to_disk(action: Offload, sealed: int, block: int) -> int:
 
 def _on_disk(held: Held, rows: int) -> Held:
     """The same sealed rows with the oldest ``rows`` of them in a file, and no slack."""
-    return replace(held, on_disk=rows, capacity=held.rows - held.tail - rows)
+    return replace(held, on_disk=rows, capacity=held.rows - held.head - held.tail - rows)
 
 
-def _evicted(held: Held, action: Evict) -> Held:
+def _evicted(held: Held, action: Evict, pinned: Pinned) -> Held:
     kept = action.rows_kept(held.rows)
     if kept == held.rows:
         return held
-    tail, sealed = split_kept(kept, held.tail, held.layout.block)
-    after = replace(held, rows=sealed + tail, tail=tail, on_disk=0, capacity=sealed, evicted=True)
+    tail, sealed = kept_of(held, kept, action.sinks, pinned)
+    rows = held.head + sealed + tail
+    if rows == held.rows:
+        return held
+    after = replace(held, rows=rows, tail=tail, on_disk=0, capacity=sealed, evicted=True)
     if held.on_disk == 0:
         return after
     share = held.on_disk / (held.on_disk + held.sealed)
     return _on_disk(after, round(share * sealed) // held.layout.block * held.layout.block)
 
 
-def split_kept(kept: int, tail: int, block: int) -> tuple[int, int]:
-    """Of ``kept`` rows, how many are of the dense tail and how many sealed ones: newest first, whole blocks."""
+def split_kept(kept: int, rows: int, tail: int, block: int, guarded: int = 0) -> tuple[int, int]:
+    """Of ``kept`` rows, how many are of the dense tail and how many sealed ones.
+
+    The newest rows stay, and sealed ones in whole blocks; but room for the ``guarded`` sealed rows comes before the
+    tail's. At least one block stays where there is no tail.
+    """
     in_tail = min(kept, tail)
-    return in_tail, (kept - in_tail) // block * block
+    sealed = (kept - in_tail) // block * block
+    wanted = min(guarded, rows - tail)
+    if sealed < wanted <= kept:
+        in_tail = min(tail, kept - wanted)
+        sealed = (kept - in_tail) // block * block
+    return (in_tail, sealed) if in_tail + sealed else (0, block)
+
+
+def guarded_rows(sinks: int, pinned: Pinned, sealed_to: int, block: int, head: int = 0) -> int:
+    """Sealed rows that must not be evicted: whole blocks that sinks or pinned positions below ``sealed_to`` lie in.
+
+    Blocks are counted from position ``head`` on, where sealed rows begin.
+    """
+    blocks: set[int] = set()
+    sealed_to -= head
+    for first, end in ((max(0, a - head), b - head) for a, b in ((0, sinks), *pinned)):
+        if first < min(end, sealed_to):
+            blocks.update(range(first // block, whole_blocks(min(end, sealed_to), block) // block))
+    return len(blocks) * block
+
+
+def whole_blocks(rows: int, block: int) -> int:
+    """``rows`` rounded up to whole blocks."""
+    return -(-rows // block) * block
+
+
+def kept_of(held: Held, kept: int, sinks: int, pinned: Pinned) -> tuple[int, int]:
+    """:func:`split_kept` for what a layer holds, with its blocks of sinks and pinned rows guarded; the head stays."""
+    block, head = held.layout.block, held.head
+    guarded = guarded_rows(sinks, pinned, held.offset - held.tail, block, head)
+    return split_kept(max(0, kept - head), held.rows - head, held.tail, block, guarded)
 
 
 def _reencoded(held: Held, layout: Layout) -> Held:
     if held.kind in LANE_KINDS:
         return replace(held, layout=layout)
-    sealed = layout.sealable(held.rows)
+    head = min(layout.sinks, held.rows)
+    sealed = layout.sealable(held.rows - head)
     after = replace(
         held,
         layout=layout,
         on_disk=0,
         capacity=sealed,
-        tail=held.rows - sealed,
+        head=head,
+        tail=held.rows - head - sealed,
         tail_capacity=layout.tail_capacity,
     )
     if held.on_disk == 0:
@@ -348,10 +427,14 @@ def peak_of_action(layers: Sequence[Held], action: Action) -> int:
     Part by part and layer by layer: all layers before the part, plus what converting the largest one needs.
     """
     now, peak = tuple(layers), nbytes_allocated(layers)
+    if isinstance(action, Plan):
+        # Layers that grow (room reserved) may all have done so before the largest transient comes.
+        held = max(peak, nbytes_allocated(after_action(now, action)))
+        return held + max((transient_of_action(one, action.for_layer(one.index)) for one in now), default=0)
     for part in action.parts:
         after = after_action(now, part)
-        transient = max((_transient(a, b) for a, b in zip(now, after, strict=True)), default=0)
-        peak = max(peak, nbytes_allocated(now) + transient)
+        transient = max((_transient(a, b, part) for a, b in zip(now, after, strict=True)), default=0)
+        peak = max(peak, max(nbytes_allocated(now), nbytes_allocated(after)) + transient)
         now = after
     return peak
 
@@ -361,19 +444,110 @@ def transient_of_action(held: Held, action: Action) -> int:
     most = 0
     for part in action.parts:
         [after] = after_action([held], part)
-        most, held = max(most, _transient(held, after)), after
+        most, held = max(most, _transient(held, after, part)), after
     return most
 
 
-def _transient(before: Held, after: Held) -> int:
-    """The new buffers, and all rows decoded, or cut free of slack, where they are re-encoded or read from a file."""
+def _transient(before: Held, after: Held, action: Action) -> int:
+    """Bytes that exist at the worst moment beside one layer as it was."""
     if before == after:
         return 0
-    cut = not before.layout.dense or before.capacity > before.sealed
-    reencoded = after.layout != before.layout
-    decoded = dense_row_nbytes(before) * before.rows if cut and reencoded else 0
-    read = before.on_disk * row_nbytes(before)
-    return nbytes_allocated([replace(after, count=1)]) + decoded + read
+    scoring = _scoring(before, action) if isinstance(action, Evict) else 0
+    return max(scoring, _moving(before, after))
+
+
+#: Arrays of one number per row and head that choosing takes: positions, scores, ranks, what is protected.
+_RANKING = 12
+
+
+def _scoring(held: Held, action: Evict) -> int:
+    """What a scorer makes of the rows before any is copied."""
+    ranking = _RANKING * held.heads * held.rows * 4
+    scorer = SCORERS.get(action.scorer)
+    if scorer is None or not scorer.reads_rows:
+        return ranking
+    copies = scorer.copies + (len({KEYS, VALUES} & scorer.method.requires) if held.itemsize != 4 else 0)
+    side = max(held.key_width, held.value_width) * held.rows * 4
+    return _decoding(held) + ranking + round(copies * side)
+
+
+def _decoding(held: Held) -> int:
+    """All rows dense, where they do not lie there as they are: read, decoded, and a decoded side joined to the tail."""
+    if held.layout.dense and not held.on_disk:
+        return 0
+    read = (2 * held.on_disk + held.sealed) * row_nbytes(held) if held.on_disk else 0
+    side = max(held.key_width, held.value_width) * held.rows
+    # mlx decodes affine codes on the CPU by a multiplication and an addition in float32.
+    scratch = side * 4 * (1 if held.itemsize == 4 else 2)
+    return dense_row_nbytes(held) * held.rows + read + scratch
+
+
+def _moving(before: Held, after: Held) -> int:
+    """New buffers, and what they are made by way of."""
+    if after.layout != before.layout and after.kind == "kv":
+        return _conversion(before, after)
+    if after.layout != before.layout:
+        return _lane_conversion(before, after)
+    one = row_nbytes(before)
+    # Rows read from their file are joined to those in memory before any is chosen or moved.
+    read = (2 * before.on_disk + before.sealed) * one if before.on_disk else 0
+    new = nbytes_allocated([_in_memory(after)])
+    if after.on_disk <= before.on_disk and not after.evicted:
+        return new + read
+    # Writing copies one array at a time, and what stays is copied out of the buffers that held everything.
+    rest = nbytes_allocated([replace(after, count=1)])
+    if after.on_disk and after.rows == before.rows:
+        return read + max(rest, after.on_disk * one)
+    return max(read + new, new + rest + after.on_disk * one if after.on_disk else 0)
+
+
+def _in_memory(held: Held) -> Held:
+    """One such layer with the rows in its file brought back."""
+    return replace(held, on_disk=0, capacity=held.capacity + held.on_disk, count=1)
+
+
+def _conversion(before: Held, after: Held) -> int:
+    """Keys first, then values: new codes beside the dense rows that they are made of, and then the drift of both."""
+    whole = _in_memory(after)
+    size, rows = before.itemsize, whole.sealed
+    keys, values = before.key_width * size * rows, before.value_width * size * rows
+    new_keys = rows * whole.layout.keys.row_nbytes(whole.key_width, size)
+    new = nbytes_allocated([whole])
+    if before.layout.dense and not before.on_disk:
+        # Dense rows are only copied where they are cut from a longer buffer.
+        cut = int(before.capacity > rows)
+        first = new_keys + cut * keys + _scratch(after.layout.keys, before.key_width * rows)
+        second = new + cut * values + _scratch(after.layout.values, before.value_width * rows)
+        worst = max(first, second)
+    else:
+        # All rows are decoded before the first is encoded.
+        side = max(before.key_width, before.value_width) * before.rows
+        copies = max(after.layout.keys.copies, after.layout.values.copies)
+        worst = new + _decoding(before) + round(copies * side * 4)
+    worst = max(worst, new + _drift_nbytes(before, rows))
+    if after.on_disk:
+        rest = nbytes_allocated([replace(after, count=1)])
+        worst = max(worst, new + rest + after.on_disk * row_nbytes(after))
+    return worst
+
+
+def _lane_conversion(before: Held, after: Held) -> int:
+    """The whole buffers are encoded as they are, slack included."""
+    new = nbytes_allocated([replace(after, count=1)])
+    side = max(before.key_width, before.value_width) * before.capacity
+    decoded = 0 if before.layout.dense else dense_row_nbytes(before) * before.capacity
+    return new + decoded + _scratch(after.layout.keys, side) + _drift_nbytes(before, before.capacity)
+
+
+def _scratch(codec: Codec, elements: int) -> int:
+    """Bytes of float32 copies that encoding ``elements`` elements makes beside them."""
+    return round(codec.copies * elements * 4)
+
+
+def _drift_nbytes(held: Held, rows: int) -> int:
+    """Four float32 arrays of the rows that are compared, and one in the rows' own type if that is another."""
+    width = max(held.key_width, held.value_width)
+    return min(rows, DRIFT_ROWS) * width * (16 + (held.itemsize if held.itemsize != 4 else 0))
 
 
 def most_rows_within(
@@ -401,5 +575,5 @@ def most_rows_within(
 
 
 def _cut_to(held: Held, rows: int) -> Held:
-    tail, sealed = split_kept(rows, held.tail, held.layout.block)
-    return replace(held, rows=tail + sealed, capacity=sealed, tail=tail, on_disk=0)
+    tail, sealed = kept_of(held, rows, DEFAULT_SINKS, ())
+    return replace(held, rows=held.head + tail + sealed, capacity=sealed, tail=tail, on_disk=0)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 
-from .actions import Evict
-from .estimate import split_kept
+from .actions import Action, Evict
+from .backend.capabilities import ROW_CHOICE
+from .estimate import Held, after_action, guarded_rows, kept_of, split_kept
 from .layers import KVCache
+from .rows import Pinned
 from .scorers import SCORERS, Scorer, protected_rows, select
 
-__all__ = ["Pinned", "evict", "scorer_of"]
-
-#: Ranges of absolute positions (first, end), end excluded, whose rows stay.
-Pinned = tuple[tuple[int, int], ...]
+__all__ = ["Pinned", "evict", "scorer_of", "would_lose"]
 
 
 def scorer_of(action: Evict) -> Scorer:
@@ -25,40 +25,82 @@ def scorer_of(action: Evict) -> Scorer:
     return replace(scorer, **drawn)
 
 
+def would_lose(layer: KVCache, held: Held, parts: Sequence[Action], pinned: Pinned) -> str | None:
+    """Why ``parts``, carried out one after the other, would evict a row that must stay; None if they do not.
+
+    Looks as far as the first eviction: a second one has its own positions, known only when it is its turn.
+
+    Args:
+        held: ``layer`` in numbers.
+        pinned: ranges whose rows stay, beside the action's own first and last ones.
+    """
+    for part in parts:
+        if isinstance(part, Evict):
+            return _too_many(layer, held, part, pinned)
+        [held] = after_action([held], part, pinned)
+    return None
+
+
+def _too_many(layer: KVCache, held: Held, action: Evict, pinned: Pinned) -> str | None:
+    kept = action.rows_kept(held.rows)
+    if kept == held.rows:
+        return None
+    kept_tail, kept_sealed = kept_of(held, kept, action.sinks, pinned)
+    stay = np.array(protected_rows(mx.array(layer.positions()), action.sinks, action.recent, pinned))
+    head, sealed, block = held.head, held.rows - held.tail, held.layout.block
+    cut = stay[..., head:sealed].reshape(*stay.shape[:-1], (sealed - head) // block, block)
+    blocks = int(cut.any(axis=-1).sum(axis=-1).max(initial=0))
+    in_tail = int(stay[..., sealed:].sum(axis=-1).max(initial=0))
+    if blocks * block <= kept_sealed and in_tail <= kept_tail:
+        return None
+    protected = int(stay.sum(axis=-1).max())
+    text = f"{action} keeps {kept} of {held.rows} rows in {layer.name}, where {protected} are protected"
+    if block > 1:
+        text += f" in {blocks} blocks of {block} rows, {kept_sealed // block} of which would stay"
+    return text
+
+
 def evict(layer: KVCache, action: Evict, pinned: Pinned = ()) -> None:
     """Drop rows of ``layer`` down to what ``action`` keeps.
 
     Rows that are encoded together stay or go together, ranked by the best row among them. Rows of the dense tail are
-    newer than all others and go last, so that every head keeps the same number of either.
+    newer than all others and go last, except for the protected ones, so that every head keeps the same number of either.
     """
-    rows = layer.rows
-    kept = action.rows_kept(rows)
-    if kept == rows:
-        return
+    kept = action.rows_kept(layer.rows)
+    if kept < layer.rows:
+        # The scores and what they were made of are gone before the rows are copied.
+        layer.gather(*_chosen(layer, action, kept, pinned))
+
+
+def _chosen(layer: KVCache, action: Evict, kept: int, pinned: Pinned) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks of sealed rows and rows of the tail that stay, as :meth:`KVCache.gather` takes them."""
     store = layer.own_store()
-    block, tail = store.layout.block, store.tail
-    kept_tail, kept_sealed = split_kept(kept, tail, block)
+    block, head, tail = store.layout.block, store.head, store.tail
+    guarded = guarded_rows(action.sinks, pinned, int(layer.offset) - tail, block, head)
+    kept_tail, kept_sealed = split_kept(max(0, kept - head), layer.rows - head, tail, block, guarded)
     scorer = scorer_of(action)
     keys, values = store.dense() if scorer.reads_rows else (None, None)
-    positions = _positions(layer, keys)
+    positions = _positions(layer, scorer)
     scores = scorer.scores(keys, values, positions)
     stay = protected_rows(positions, action.sinks, action.recent, pinned)
-    sealed = rows - tail
+    sealed = layer.rows - tail
     # As sealed rows are kept in whole blocks, a block that is protected in part stays whole if there is room for it.
-    by_block = _best(scores[..., :sealed], block), _best(stay[..., :sealed].astype(mx.int32), block) > 0
-    blocks = select(by_block[0], kept_sealed // block, by_block[1])
+    blocks = select(
+        _best(scores[..., head:sealed], block),
+        kept_sealed // block,
+        _best(stay[..., head:sealed].astype(mx.int32), block) > 0,
+    )
     in_tail = select(scores[..., sealed:], kept_tail, stay[..., sealed:])
     mx.eval(blocks, in_tail)
-    del keys, values, scores
-    layer.gather(_as_index(blocks), _as_index(in_tail))
+    return _as_index(blocks), _as_index(in_tail)
 
 
-def _positions(layer: KVCache, keys: mx.array | None) -> mx.array:
-    """(B, H, T), or (1, 1, T) where all heads hold the same positions and no row is looked at."""
+def _positions(layer: KVCache, scorer: Scorer) -> mx.array:
+    """(B, H, T), or (1, 1, T) where all heads hold the same positions and keep the same."""
     positions = mx.array(layer.positions())
     if positions.ndim == 3:
         return positions
-    heads = (1, 1) if keys is None else keys.shape[:2]
+    heads = layer.heads if ROW_CHOICE in scorer.method.requires else (1, 1)
     return mx.broadcast_to(positions, (*heads, positions.shape[0]))
 
 

@@ -56,6 +56,7 @@ class State:
     budget: int  #: bytes for all layers
     available: int | None = None  #: bytes that may still be allocated on this machine; None when unknown
     rows_must_stay: bool = False  #: tokens may be taken back (speculative decoding)
+    pinned: int = 0  #: rows that the caller protects from eviction
     evicted_by: str | None = None  #: scorer by which rows are missing already
     weights: Weights = field(default=Weights())
     machine: dict[str, Any] | None = None  #: telemetry record
@@ -81,6 +82,7 @@ class State:
             "budget": self.budget,
             "available": self.available,
             "rows_must_stay": self.rows_must_stay,
+            "pinned": self.pinned,
             "weights": {"time": self.weights.time, "risk": self.weights.risk},
             "machine": self.machine,
         }
@@ -234,7 +236,12 @@ def candidates_for(state: State, group_size: int, bits: Iterable[int] = (8, 4)) 
 def weigh(state: State, actions: Iterable[Action], profile: BackendProfile) -> tuple[Candidate, ...]:
     """Bytes, score terms and reasons for every action."""
     verdicts = classify(
-        actions, profile, state.layers, available=state.available, rows_must_stay=state.rows_must_stay
+        actions,
+        profile,
+        state.layers,
+        available=state.available,
+        rows_must_stay=state.rows_must_stay,
+        pinned=state.pinned,
     )
     return tuple(_weighed(state, v.action, v.reasons) for v in verdicts)
 

@@ -30,7 +30,10 @@ from .codecs.layout import Layout
 if TYPE_CHECKING:
     from .disk import DiskBlock, DiskStore
 
-__all__ = ["DiskRows", "RowStore", "drift", "shapes_of"]
+__all__ = ["DRIFT_ROWS", "DiskRows", "Pinned", "RowStore", "drift", "shapes_of"]
+
+#: Ranges of absolute positions (first, end), end excluded, whose rows stay.
+Pinned = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class DiskRows:
 
 @dataclass
 class RowStore:
-    """Rows (B, H, T, D): those on disk, sealed ones in buffers that grow by steps, and the dense tail."""
+    """Rows (B, H, T, D) in this order: the dense head, those on disk, sealed ones in growing buffers, the dense tail."""
 
     layout: Layout
     dtype: mx.Dtype | None = None  #: of dense rows; None before the first row
@@ -71,9 +74,11 @@ class RowStore:
     disk: DiskRows | None = None
     #: (B·H, D) of keys and of values; None before the first row.
     shapes: tuple[tuple[int, int], tuple[int, int]] | None = None
+    head_keys: mx.array | None = None  #: the first rows, where the layout keeps them dense
+    head_values: mx.array | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowStore:
-        arrays = ("keys", "values", "tail_keys", "tail_values")
+        arrays = ("keys", "values", "tail_keys", "tail_values", "head_keys", "head_values")
         return replace(self, **{name: copy.deepcopy(getattr(self, name), memo) for name in arrays})
 
     # -- what there is ----------------------------------------------------------------------------------------------
@@ -84,7 +89,12 @@ class RowStore:
 
     @property
     def rows(self) -> int:
-        return self.on_disk + self.sealed + self.tail
+        return self.head + self.on_disk + self.sealed + self.tail
+
+    @property
+    def head(self) -> int:
+        """Rows in the dense head."""
+        return 0 if self.head_keys is None else int(self.head_keys.shape[2])
 
     @property
     def capacity(self) -> int:
@@ -93,15 +103,26 @@ class RowStore:
 
     @property
     def key_arrays(self) -> Encoded:
-        return (self.keys or ()) + (() if self.tail_keys is None else (self.tail_keys,))
+        return (self.keys or ()) + tuple(a for a in (self.tail_keys, self.head_keys) if a is not None)
 
     @property
     def value_arrays(self) -> Encoded:
-        return (self.values or ()) + (() if self.tail_values is None else (self.tail_values,))
+        return (self.values or ()) + tuple(a for a in (self.tail_values, self.head_values) if a is not None)
 
     @property
     def nbytes_allocated(self) -> int:
         return encoded_nbytes(self.key_arrays + self.value_arrays)
+
+    def put(self, *, keys: Encoded | None = None, values: Encoded | None = None) -> None:
+        """Take other arrays in the place of those that there are, of the same shapes."""
+        if keys is not None:
+            split = len(keys) - (self.tail_keys is not None)
+            self.keys = keys[:split] or None
+            self.tail_keys = keys[split] if split < len(keys) else None
+        if values is not None:
+            split = len(values) - (self.tail_values is not None)
+            self.values = values[:split] or None
+            self.tail_values = values[split] if split < len(values) else None
 
     # -- what a step does -------------------------------------------------------------------------------------------
 
@@ -112,6 +133,8 @@ class RowStore:
         (arXiv:2402.02750). Packed rows are sealed at once, because mlx-lm's attention takes no dense ones beside them.
         """
         self.dtype, self.shapes = keys.dtype, shapes_of(keys, values)
+        if self.head < self.layout.sinks and self.rows == self.head:
+            keys, values = self._fill_head(keys, values)
         if self.layout.unit == 1:
             self._seal(keys, values)
             return self.fetch()
@@ -128,6 +151,16 @@ class RowStore:
         seen = self._behind_sealed(keys, values)
         self._take_in(keys, values)
         return seen
+
+    def _fill_head(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Put the first rows into the head; returns the others."""
+        n = self.layout.sinks - self.head
+        first_keys, first_values = mx.contiguous(keys[:, :, :n]), mx.contiguous(values[:, :, :n])
+        if self.head_keys is not None and self.head_values is not None:
+            first_keys = mx.concatenate([self.head_keys, first_keys], 2)
+            first_values = mx.concatenate([self.head_values, first_values], 2)
+        self.head_keys, self.head_values = first_keys, first_values
+        return keys[:, :, n:], values[:, :, n:]
 
     def _take_in(self, keys: mx.array, values: mx.array) -> None:
         """Seal what is to be sealed; the rest becomes the tail."""
@@ -179,17 +212,23 @@ class RowStore:
     def dense(self) -> tuple[mx.array, mx.array]:
         """All rows decoded: (B, H, T, D) each."""
         if self.tail_keys is None or self.tail_values is None:
-            return self._decoded()
+            if self.head_keys is None or self.head_values is None:
+                return self._decoded()
+            return self._behind_sealed(self.head_keys[:, :, :0], self.head_values[:, :, :0])
         return self._behind_sealed(self.tail_keys[:, :, : self.tail], self.tail_values[:, :, : self.tail])
 
     def _behind_sealed(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """The sealed rows decoded, and these behind them."""
-        if self.on_disk + self.sealed == 0:
-            return keys, values
-        sealed_keys, sealed_values = self._decoded()
-        if keys.shape[2] == 0:
-            return sealed_keys, sealed_values
-        return mx.concatenate([sealed_keys, keys], 2), mx.concatenate([sealed_values, values], 2)
+        """The head, the sealed rows decoded, and these behind them."""
+        pieces: list[tuple[mx.array, mx.array]] = []
+        if self.head_keys is not None and self.head_values is not None:
+            pieces.append((self.head_keys, self.head_values))
+        if self.on_disk + self.sealed:
+            pieces.append(self._decoded())
+        if keys.shape[2] or not pieces:
+            pieces.append((keys, values))
+        if len(pieces) == 1:
+            return pieces[0]
+        return mx.concatenate([k for k, _ in pieces], 2), mx.concatenate([v for _, v in pieces], 2)
 
     def _decoded(self) -> tuple[mx.array, mx.array]:
         assert self.dtype is not None
@@ -202,6 +241,9 @@ class RowStore:
     def holding(cls, layout: Layout, keys: mx.array, values: mx.array) -> RowStore:
         """Dense rows (B, H, T, D) stored in ``layout``, without slack and evaluated, one side after the other."""
         new = cls(layout, keys.dtype, shapes=shapes_of(keys, values))
+        if layout.sinks:
+            keys, values = new._fill_head(keys, values)
+            mx.eval(new.head_keys, new.head_values)
         whole = layout.sealable(keys.shape[2])
         if whole:
             new.keys = _owned(layout.keys, keys[:, :, :whole])
@@ -235,10 +277,14 @@ class RowStore:
             self.tail = 0
         self.sealed = whole
 
-    def gather(self, blocks: mx.array, tail: mx.array) -> None:
+    def gather(self, blocks: mx.array, tail: mx.array) -> tuple[DiskStore, int] | None:
         """Keep the blocks at ``blocks`` (B, H, n) int32 of all sealed rows and the rows at ``tail`` (B, H, m) of the tail.
 
-        Of what was on disk, the same share of the kept rows goes back there.
+        All of them are in memory then. Returns where the share of them that was on disk goes back to with
+        :meth:`offload`, and how many rows that are; None if nothing was there.
+
+        Raises:
+            DiskTierError: the file is gone, or is not what was written; the rows are as they were.
         """
         layout, disk = self.layout, self.disk
         share = self.on_disk / max(1, self.on_disk + self.sealed)
@@ -251,13 +297,14 @@ class RowStore:
             mx.eval(self.keys, self.values)
             self.disk = None
             self.sealed = blocks.shape[2] * layout.block
+        else:
+            self.keys = self.values = None  # room that was reserved goes as well
         if self.tail_keys is not None and self.tail_values is not None:
             self._set_tail(
                 *gather_rows((self.tail_keys,), tail, _DENSE), *gather_rows((self.tail_values,), tail, _DENSE)
             )
             mx.eval(self.tail_keys, self.tail_values)
-        if disk is not None:
-            self.offload(disk.store, disk_rows(self.sealed, share, layout.block))
+        return None if disk is None else (disk.store, disk_rows(self.sealed, share, layout.block))
 
     def compact(self) -> None:
         """Cut the allocation down to the live rows; the tail keeps its size."""
@@ -268,12 +315,33 @@ class RowStore:
         mx.eval(self.keys, self.values)
 
     def reserve(self, rows: int) -> None:
-        """Make room for ``rows`` sealed rows in memory."""
-        if self.keys is None or self.values is None or self.capacity >= rows:
+        """Make room for ``rows`` sealed rows in memory, rounded up to whole blocks."""
+        layout = self.layout
+        rows = -(-rows // layout.block) * layout.block
+        if self.capacity >= rows or self.rows == 0:
             return
-        self.keys = _widened(self.keys, rows, self.layout.keys)
-        self.values = _widened(self.values, rows, self.layout.values)
-        mx.eval(self.keys, self.values)
+        if self.keys is None or self.values is None:
+            self.keys, self.values = self._nothing_sealed()
+        self.keys = _widened(self.keys, rows, layout.keys)
+        mx.eval(self.keys)
+        self.values = _widened(self.values, rows, layout.values)
+        mx.eval(self.values)
+
+    def _nothing_sealed(self) -> tuple[Encoded, Encoded]:
+        """Buffers without rows, of the shapes that sealed rows have."""
+        layout = self.layout
+        if self.disk is not None:
+            like = [
+                mx.zeros(s, d) for s, d in zip(self.disk.block.shapes, self.disk.block.dtypes, strict=True)
+            ]
+            keys, values = tuple(like[: self.disk.key_arrays]), tuple(like[self.disk.key_arrays :])
+        else:
+            assert self.tail_keys is not None
+            assert self.tail_values is not None
+            some = (slice(None), slice(None), slice(layout.block))
+            keys = layout.keys.encode(self.tail_keys[some])
+            values = layout.values.encode(self.tail_values[some])
+        return slice_rows(keys, 0, 0, layout.keys), slice_rows(values, 0, 0, layout.values)
 
     def offload(self, store: DiskStore, rows: int) -> None:
         """Write the oldest ``rows`` sealed rows (those on disk already included) to a file and drop them from memory.
@@ -365,9 +433,15 @@ def _widened(buffers: Encoded, rows: int, codec: Codec) -> Encoded:
 
 
 def _widen(a: mx.array, entries: int, axis: int) -> mx.array:
-    more = list(a.shape)
-    more[axis] = entries - a.shape[axis]
-    return mx.concatenate([a, mx.zeros(more, a.dtype)], axis)
+    """The same entries in front of zeros: nothing is there for a while but the two."""
+    shape = list(a.shape)
+    shape[axis] = entries
+    wider = mx.zeros(shape, a.dtype)
+    if axis == 2:
+        wider[:, :, : a.shape[2]] = a
+    else:
+        wider[..., : a.shape[axis]] = a
+    return wider
 
 
 _DENSE = Dense()

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..actions import Action, Evict, Keep, Plan, Quantize, Reclaim
+from ..actions import Action, Composite, Evict, Keep, Offload, Plan, Quantize, Reclaim
 from ..apply import not_built
 from ..codecs import Layout
-from ..estimate import LANE_KINDS, Held, applies, transient_of_action
+from ..estimate import LANE_KINDS, Held, applies, transient_of_action, whole_blocks
 from .capabilities import BackendProfile, Capability
 
 __all__ = ["Reason", "Verdict", "classify"]
@@ -21,8 +21,8 @@ __all__ = ["Reason", "Verdict", "classify"]
 class Reason:
     """Why an action is outside F. ``code`` is for programs, ``text`` for people, with the numbers if any."""
 
-    #: not_built, missing_capability, head_dim, too_few_rows, nothing_to_change, exceeds_memory, rows_must_stay or
-    #: already_coarser
+    #: not_built, missing_capability, head_dim, too_few_rows, nothing_to_change, exceeds_memory, rows_must_stay,
+    #: already_coarser, protected_rows, outliers or disk
     code: str
     text: str
     wanted: int | None = None
@@ -70,6 +70,7 @@ def classify(
         profile=profile,
         rows=max((one.rows for one in changeable), default=0),
         lanes=tuple(lanes),
+        block=max((one.layout.block for one in changeable), default=1),
         coarsest=_coarsest([one.layout for one in (*changeable, *lanes)]),
         dims=tuple(dict.fromkeys((one.kind, one.key_dim, one.value_dim) for one in (*changeable, *lanes))),
         largest=_largest([*changeable, *lanes]),
@@ -88,6 +89,7 @@ class _Facts:
     profile: BackendProfile
     rows: int
     lanes: tuple[Held, ...]  #: sliding windows and attention chunks
+    block: int  #: most rows that any layer encodes together
     coarsest: tuple[int, int]  #: bits of keys and of values
     dims: tuple[tuple[str, int, int], ...]  #: kinds of layers with their head dims
     largest: tuple[Held, ...]
@@ -99,9 +101,9 @@ class _Facts:
 
 def _largest(layers: Sequence[Held]) -> tuple[Held, ...]:
     """Layers that no other one exceeds in rows and width; one of them needs most memory whatever the action."""
-    best: dict[tuple[int, Layout, int, int], list[Held]] = {}
+    best: dict[tuple[int, Layout, int, int, int], list[Held]] = {}
     for one in sorted(layers, key=lambda h: (h.rows, h.key_width + h.value_width), reverse=True):
-        front = best.setdefault((one.itemsize, one.layout, one.tail, one.on_disk), [])
+        front = best.setdefault((one.itemsize, one.layout, one.tail, one.on_disk, one.head), [])
         if not front or one.key_width + one.value_width > front[-1].key_width + front[-1].value_width:
             front.append(replace(one, count=1, index=max(0, one.index)))
     return tuple(one for front in best.values() for one in front)
@@ -139,14 +141,15 @@ def _reasons(action: Action, facts: _Facts) -> tuple[Reason, ...]:
     if _changes_rows(action) and not _touches(action, facts):
         found.append(_NOTHING)
         return tuple(found)
-    rows, coarsest = facts.rows, facts.coarsest  # as the parts so far leave them
+    rows, coarsest, block = facts.rows, facts.coarsest, facts.block  # as the parts so far leave them
     for part in action.parts:
         if isinstance(part, Evict):
-            found += _against_eviction(part, rows, facts)
+            found += _against_eviction(part, rows, block, facts)
             rows = part.rows_kept(rows)
         elif isinstance(part, Quantize):
             found += _against_codec(part, coarsest, facts)
             coarsest = part.key_bits, part.value_bits
+            block = 1 if part.layout is None else part.layout.block
     if not found and _changes_rows(action) and facts.available is not None:
         found += _against_memory(action, facts, facts.available)
     return tuple(found)
@@ -193,21 +196,29 @@ _NOTHING = Reason("nothing_to_change", "no layer holds rows that an action could
 _MUST_STAY = Reason("rows_must_stay", "tokens may be taken back (speculative decoding), so rows must stay")
 
 
-def _against_eviction(action: Evict, rows: int, facts: _Facts) -> Iterable[Reason]:
+def _against_eviction(action: Evict, rows: int, block: int, facts: _Facts) -> Iterable[Reason]:
     if facts.rows_must_stay:
         yield _MUST_STAY
-    kept, guarded = action.rows_kept(rows), action.sinks + facts.pinned + action.recent
+    kept, guarded = action.rows_kept(rows), whole_blocks(action.sinks + facts.pinned, block) + action.recent
     if kept >= rows:
         text = f"{kept} rows asked, {rows} held: nothing to evict"
         yield Reason("too_few_rows", text, kept, rows)
     elif kept <= guarded:
-        text = f"{kept} rows would leave no choice beside {guarded} protected ones"
+        together = f", as rows are encoded {block} at a time" if block > 1 else ""
+        text = f"{kept} rows would leave no choice beside {guarded} protected ones{together}"
         yield Reason("too_few_rows", text, kept, guarded)
 
 
 def _against_memory(action: Action, facts: _Facts, available: int) -> Iterable[Reason]:
     """Conversion goes layer by layer."""
-    transient = max((transient_of_action(one, action) for one in facts.largest), default=0)
+    parts = [_of_all_layers(part) for part in action.parts]
+    everywhere = parts[0] if len(parts) == 1 else Composite(tuple(parts))
+    transient = max((transient_of_action(one, everywhere) for one in facts.largest), default=0)
     if transient > available:
         text = f"{transient} bytes are needed while converting one layer, {available} are available"
         yield Reason("exceeds_memory", text, transient, available)
+
+
+def _of_all_layers(part: Action) -> Action:
+    """The same for whichever layer is the largest: it stands for equal ones, and has lost its number."""
+    return Offload(part.how, layers=(0, 1 << 20)) if isinstance(part, Offload) and part.layers else part

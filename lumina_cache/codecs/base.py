@@ -49,6 +49,9 @@ class Codec(ABC):
     packed: ClassVar[bool] = False
     #: The row axis of the encoded arrays.
     axis: ClassVar[int] = 2
+    #: Float32 copies of the dense rows that encoding makes for a while, at most. Measured on the CPU, where mlx computes
+    #: step by step what is one kernel on a GPU.
+    copies: ClassVar[float] = 0.0
 
     @property
     def block(self) -> int:
@@ -97,12 +100,13 @@ class CodecFamily:
     """A codec by the name it has in an action's text form.
 
     ``make(key_bits, value_bits, group_size)`` gives the codecs of both sides. ``residual`` is how many of the newest
-    rows stay dense by default.
+    rows stay dense by default, ``sinks`` how many of the first ones.
     """
 
     method: Method
     make: Callable[[int, int, int], Sides]
     residual: int = 0
+    sinks: int = 0
 
 
 def grown_capacity(rows: int, capacity: int, n: int) -> int:

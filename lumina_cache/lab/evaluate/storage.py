@@ -51,6 +51,9 @@ def _arrays(leaf: Any) -> Iterator[tuple[mx.array, Fraction]]:
     if isinstance(store, RowStore):
         for array in (*(store.keys or ()), *(store.values or ())):
             yield array, Fraction(store.sealed, store.capacity)
+        for head in (store.head_keys, store.head_values):
+            if head is not None:
+                yield head, Fraction(1)
         for tail in (store.tail_keys, store.tail_values):
             if tail is not None:
                 yield tail, Fraction(store.tail, store.layout.tail_capacity)

@@ -83,7 +83,9 @@ class Subject(Protocol):
 class _Plain:
     """A subject that needs nothing around it."""
 
-    needs_disk = False
+    @property
+    def needs_disk(self) -> bool:
+        return False
 
     def surroundings(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -213,9 +215,9 @@ class TurboQuant(_Plain):
         try:
             cache = package.make_prompt_cache(model, kv_bits=self.bits, kv_group_size=self.group_size)
             for entry, new in zip(plain, cache, strict=True):
-                new.update_and_fetch(*entry.state)
+                new.update_and_fetch(*entry.keys_and_values())
             mx.eval([entry.state for entry in cache])
-        except (NotImplementedError, ValueError, TypeError, AttributeError) as error:
+        except (NotImplementedError, ValueError) as error:
             raise Refused(({"code": "refused", "text": f"mlx-turboquant: {_line(error)}"},)) from None
         return Taken(cache, time.perf_counter() - start, True)
 
