@@ -22,18 +22,19 @@ __all__ = ["Grid", "ModelShape", "grid_of", "shape_of"]
 _BITS = (4, 8, 3, 2, 6, 5)
 
 #: Unequal bits (keys, values): keys are the more sensitive side in the literature (KIVI, arXiv:2402.02750; KVQuant,
-#: arXiv:2401.18079), so pairs of the other kind are there to see whether that holds.
+#: arXiv:2401.18079), so few of the other kind are measured, to see whether that holds.
 _UNEQUAL: dict[str, tuple[tuple[int, int], ...]] = {
     "affine_fetch": ((8, 4), (6, 4), (4, 2), (4, 8)),
     "hadamard": ((5, 4), (4, 3), (4, 2), (6, 4), (5, 3), (3, 2)),
-    "kivi": ((4, 2), (2, 4)),
+    "kivi": ((4, 2),),
+    "kivi_hadamard": ((4, 3), (4, 2), (3, 2), (2, 3)),
 }
 
 #: Bits, where all that a codec takes would be many: KIVI's blocks of rows at 6 and 5 bits are no better than affine's.
-_ONLY: dict[str, tuple[int, ...]] = {"kivi": (8, 4, 3, 2)}
+_ONLY: dict[str, tuple[int, ...]] = dict.fromkeys(("kivi", "kivi_hadamard"), (8, 4, 3, 2))
 
 #: Groups (elements) in which a codec is measured, best first; the first that fits the model's heads is taken.
-_GROUPS: dict[str, tuple[int, ...]] = {"kivi": (32, 64)}
+_GROUPS: dict[str, tuple[int, ...]] = dict.fromkeys(("kivi", "kivi_hadamard"), (32, 64))
 _USUAL_GROUPS = (64, 32)
 
 _QUICK_CODECS = (("hadamard", 4), ("affine", 4), ("kivi", 2), ("hadamard", 3), ("affine", 8))
@@ -62,8 +63,9 @@ class Grid:
 
     @property
     def core(self) -> tuple[Action, ...]:
-        """What is measured on every document."""
-        return (*self.codecs, *self.evictions)
+        """What is measured on every document, codecs and evictions in turn."""
+        pairs = itertools.zip_longest(self.codecs, self.evictions)
+        return tuple(action for pair in pairs for action in pair if action is not None)
 
     @property
     def checks(self) -> tuple[Action, ...]:

@@ -36,7 +36,7 @@ class Clock:
         self.tokens = tokens
         self.settings = settings
         self.disk = DiskStore(None, max_bytes=None, total_max_bytes=None)
-        self.full = LuminaCache(model, telemetry=False, disk=self.disk)
+        self.full = LuminaCache(model, telemetry=False, disk=self.disk, guard=False)
         self._filled = 0
 
     def close(self) -> None:
