@@ -93,7 +93,7 @@ TRANSIENTS = {
     "quant:kivi,bits=4,group=32": 0.6,
     "quant:hadamard,bits=4,group=32": 0.6,
     "quant:mxfp8,bits=8,group=32": 0.9,
-    "quant:nvfp4,bits=4,group=16": 0.6,
+    "quant:nvfp4,bits=4,group=16": 1.0,
     "evict:sinks_window@0.90+quant:affine,bits=4,group=32": 0.05,
     "quant:affine,bits=8,group=32+quant:kivi,bits=4,group=32": 1.2,
     "quant:affine_fetch,bits=8,group=32+evict:keydiff@0.50": 1.2,
@@ -102,7 +102,7 @@ TRANSIENTS = {
     "offload:cold@0.50+evict:sinks_window@0.50": 1.2,
     "offload:cold@0.50+quant:affine_fetch,bits=8,group=32": 1.6,
     "0-3:evict:key_norm@0.50;4-5:quant:affine_fetch,bits=8,group=32": 0.6,
-    "reserve:3000": 0.1,
+    "reserve:3000": 0.6,
     "reclaim": 0.6,
 }
 
