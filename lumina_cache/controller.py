@@ -40,6 +40,7 @@ from .fingerprint import remembered_fingerprint
 from .guarding import Guard
 from .layers import KVCache, ManagedLayer, RotatingKVCache
 from .policy import Candidate, Decision, Policy, State, candidates_for, weigh
+from .reach import Reach
 from .rows import Pinned
 from .standing import StandingPlan, only
 from .steps import StepTracker
@@ -83,6 +84,7 @@ class Controller:
         protect: Pinned = (),
         disk: Lease | None = None,
         guard: float | None = None,
+        reach: Reach | None = None,
     ) -> None:
         self.models = models
         self.budget = budget
@@ -94,6 +96,7 @@ class Controller:
         self.protect = protect
         self.lease = disk
         self.guard = guard
+        self.reach = Reach() if reach is None else reach
         self.suspended: Suspended | None = None
         self.trackers: list[StepTracker] = []
         self.speculative = len(models) > 1
@@ -117,7 +120,7 @@ class Controller:
         if disk is not None:
             disk.take()
             log.count_disk(0)
-        self.finalizer = weakref.finalize(self, _end, log, disk)
+        self.finalizer = weakref.finalize(self, _end, log, disk, self.reach)
 
     @property
     def disk(self) -> DiskStore | None:
@@ -257,6 +260,7 @@ class Controller:
             protect=self.protect,
             disk=self.lease,
             guard=self.guard,
+            reach=self.reach.copy(self.models[0]),
         )
         new.plan = copy.copy(self.plan)
         memo[id(self)] = new
@@ -296,12 +300,11 @@ class Controller:
             self._acting = before
 
     def profile(self, steps: StepTracker) -> BackendProfile:
-        """What the model can do with this cache: what its probe found, and whether the cache was given a disk."""
+        """What the model can do with this cache: what its probe found, as far as the cache reaches, and its disk."""
         profile = self.probe(steps).profile
         here = Outcome(True) if self.disk is not None else _NO_DISK
-        if profile.outcomes.get(DISK_TIER) == here:
-            return profile
-        return replace(profile, outcomes={**profile.outcomes, DISK_TIER: here})
+        profile = replace(profile, outcomes={**profile.outcomes, DISK_TIER: here})
+        return self.reach.profile(profile, self._objects(steps))
 
     def apply(self, action: Action) -> Applied | None:
         """Carry out ``action`` on the model's layers now, or at the next step boundary (then None is returned).
@@ -364,6 +367,8 @@ class Controller:
         start, written = time.perf_counter(), self._written()
         with self._busy():
             self.suspended = suspend([e for t in self.trackers for e in self._objects(t)], self.disk)
+        if self.suspended is None:
+            return 0
         mx.clear_cache()
         written = self._count_written(written)
         self.log.write(
@@ -512,20 +517,29 @@ class Controller:
         layers = self._layers(steps)
         if self._predicted(beginning, tokens) > self.budget:
             with self._busy():
-                self._decide(steps, layers, own_tokens, trigger, self._left_by_others(beginning, tokens))
+                known = -1
+                while known != len(
+                    self._guarded
+                ):  # the guard let nothing be done of what was chosen: once more
+                    known = len(self._guarded)
+                    self._decide(steps, layers, own_tokens, trigger, self._left_by_others(beginning, tokens))
             self._say_if_over(beginning, tokens)
         self._renew_slack(beginning, tokens)
 
     def _predicted(self, beginning: StepTracker, tokens: int) -> int:
         """Allocated bytes of all models after ``beginning`` has done a step of ``tokens`` tokens."""
-        return sum(nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers)
+        rows = sum(nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers)
+        return rows + self._observed(beginning, tokens)
+
+    def _observed(self, beginning: StepTracker, tokens: int) -> int:
+        """Bytes of what is kept of the attention after a step of ``tokens`` tokens of one of the models."""
+        return self.reach.nbytes_after(tokens if beginning is self.trackers[0] else 0)
 
     def _left_by_others(self, beginning: StepTracker, tokens: int) -> int:
-        """The budget less what the draft model will hold by then."""
+        """The budget less what the draft model, and what is kept of the attention, will take by then."""
         assert self.budget is not None
-        return self.budget - sum(
-            nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers[1:]
-        )
+        others = sum(nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers[1:])
+        return self.budget - others - self._observed(beginning, tokens)
 
     def _after(self, steps: StepTracker, beginning: StepTracker, tokens: int) -> tuple[Held, ...]:
         return after_append(self._layers(steps), tokens if steps is beginning else 0)
@@ -549,7 +563,7 @@ class Controller:
             evicted_by=self.evicted_by,
             machine=None if machine is None else machine.to_record(),
         )
-        weighed = weigh(state, candidates_for(state, probe.group_size or 64), probe.profile)
+        weighed = weigh(state, candidates_for(state, probe.group_size or 64), self.profile(steps))
         candidates = tuple(self._less_guarded(c) for c in weighed)
         decision = self._ask(policy, state, candidates)
         chosen = next((c for c in candidates if c.action == decision.action), None)
@@ -576,12 +590,11 @@ class Controller:
                 self._execute(steps, decision.action, "policy", self._decision)
 
     def _less_guarded(self, candidate: Candidate) -> Candidate:
-        """``candidate``, infeasible if the outlier guard lets nothing be done of its codec."""
+        """``candidate``, infeasible if the outlier guard let nothing be done of its codec with as many bits or more."""
+        parts = [part for part in singles(candidate.action) if isinstance(part, Quantize)]
         more = tuple(
-            reason
-            for part in singles(candidate.action)
-            if isinstance(part, Quantize) and (reason := self._guarded.get(part)) is not None
-        )
+            reason for tried, reason in self._guarded.items() if any(_no_finer(p, tried) for p in parts)
+        )[:1]
         return replace(candidate, reasons=candidate.reasons + more) if more else candidate
 
     def _look_at_machine(self) -> Snapshot | None:
@@ -805,7 +818,8 @@ class Controller:
     def _renew_slack(self, beginning: StepTracker, tokens: int) -> None:
         """Until so many more tokens have come after this step, no model's bytes can change."""
         after = (one for steps in self.trackers for one in self._after(steps, beginning, tokens))
-        room = tokens_without_growth(after)
+        rooms = (tokens_without_growth(after), self.reach.room())
+        room = min((r for r in rooms if r is not None), default=None)
         self._slack = (1 << 30) if room is None else room
 
     def _index(self, steps: StepTracker) -> int:
@@ -850,6 +864,12 @@ def _held_within(pinned: Pinned, layers: tuple[Held, ...], action: Action | None
     return _covered((max(first, start), min(end, last)) for start, end in pinned)
 
 
+def _no_finer(one: Quantize, other: Quantize) -> bool:
+    """Whether ``one`` stores rows as ``other`` does, with no more bits."""
+    coarser = one.key_bits <= other.key_bits and one.value_bits <= other.value_bits
+    return (one.codec, one.group_size) == (other.codec, other.group_size) and coarser
+
+
 def _covered(ranges: Iterable[tuple[int, int]]) -> int:
     """Positions in at least one of the ranges (first, end)."""
     total = reached = 0
@@ -871,8 +891,9 @@ def _require_room(plan: Action, pinned: Pinned) -> None:
                 )
 
 
-def _end(log: AuditLog, disk: Lease | None) -> None:
+def _end(log: AuditLog, disk: Lease | None, reach: Reach) -> None:
     """A cache is closed, or gone."""
+    reach.close()
     against = None if disk is None else disk.give_up()
     if against is not None:
         log.write("warning", code="disk_not_cleared", text=str(against))

@@ -426,17 +426,25 @@ def peak_of_action(layers: Sequence[Held], action: Action) -> int:
 
     Part by part and layer by layer: all layers before the part, plus what converting the largest one needs.
     """
-    now, peak = tuple(layers), nbytes_allocated(layers)
     if isinstance(action, Plan):
-        # Layers that grow (room reserved) may all have done so before the largest transient comes.
-        held = max(peak, nbytes_allocated(after_action(now, action)))
-        return held + max((transient_of_action(one, action.for_layer(one.index)) for one in now), default=0)
+        return _worst(layers, after_action(layers, action), lambda one: action.for_layer(one.index))
+    now, peak = tuple(layers), nbytes_allocated(layers)
     for part in action.parts:
         after = after_action(now, part)
-        transient = max((_transient(a, b, part) for a, b in zip(now, after, strict=True)), default=0)
-        peak = max(peak, max(nbytes_allocated(now), nbytes_allocated(after)) + transient)
+        peak = max(peak, _worst(now, after, lambda _, part=part: part))  # type: ignore[misc]
         now = after
     return peak
+
+
+def _worst(before: Sequence[Held], after: Sequence[Held], action_of: Callable[[Held], Action]) -> int:
+    """The largest transient while all other layers are as before, or, where they grow, as afterwards."""
+    first, last = nbytes_allocated(before), nbytes_allocated(after)
+    most = max(first, last)
+    for was, now in zip(before, after, strict=True):
+        own = nbytes_allocated([replace(was, count=1)])
+        others = max(first - own, last - nbytes_allocated([replace(now, count=1)]))
+        most = max(most, others + own + transient_of_action(was, action_of(was)))
+    return most
 
 
 def transient_of_action(held: Held, action: Action) -> int:

@@ -28,7 +28,7 @@ _CODEC_KL: dict[tuple[str, int], tuple[float, float]] = {
 }
 
 #: Codecs that store the same codes as another one.
-_SAME_CODES = {"affine_fetch": "affine"}
+_SAME_CODES = {"affine_fetch": "affine", "kivi_packed": "kivi", "hadamard_packed": "hadamard"}
 
 #: scorer → the same pairs with half and with a quarter of the rows.
 _EVICTION_KL: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
