@@ -17,11 +17,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from .actions import Quantize, parse_action
+from .codecs import Layout
 from .errors import ProfileFormatError
 
 __all__ = ["SCHEMA", "CodecFigure", "EvictionFigure", "Figure", "Profile", "default_profile", "read_profile"]
@@ -87,6 +89,11 @@ class Profile:
     )  #: of an action's own work: evict, quant, offload
     step_seconds: float | None = None  #: of one dense decode step at 1,024 rows
     provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def by_layout(self) -> Mapping[Layout, CodecFigure]:
+        """Figures by how rows are stored."""
+        return {layout: one for one in self.codecs if (layout := one.action.layout) is not None}
 
     def codec(self, action: Quantize) -> CodecFigure | None:
         """The figure of exactly this codec, bits, group and residual window."""
