@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from .actions import Action, Evict, Keep, Offload, Plan, Quantize, Reclaim, Reserve, singles
-from .codecs import CODECS
+from .codecs import CODECS, Codec
 from .errors import ActionInfeasibleError, EngagementError
 from .estimate import Held, after_action, applies, nbytes_allocated, nbytes_live, rows_to_disk
-from .evict import Pinned, evict
+from .evict import evict
 from .layers import ArraysCache, ChunkedKVCache, KVCache, ManagedLayer, RotatingKVCache, RowLayer
+from .rows import Pinned
 from .scorers import SCORERS
 
 if TYPE_CHECKING:
@@ -114,11 +115,12 @@ def execute(
         disk: where rows are written to; needed only to offload.
 
     Raises:
-        ActionInfeasibleError: this library has no code for the action; nothing was changed.
+        ActionInfeasibleError: this library has no code for the action, or there is no disk to write to; nothing was
+            changed.
         DiskTierError: rows could not be written to, or read back from, their file; layers before that one are changed.
         EngagementError: the bytes or rows afterwards are not those that were asked for.
     """
-    _check_executable(action)
+    _check_executable(action, disk)
     targets = [layer for layer in layers if isinstance(layer, RowLayer) and layer.rows > 0]
     # Whatever the model still owes these arrays is computed first, in the model's own order: converting a layer whose
     # inputs are unevaluated would keep the old buffers of all layers before it alive.
@@ -126,14 +128,14 @@ def execute(
     start = time.perf_counter()
     asked = held_all(layers)
     before = Footprint.of(layers)
-    predicted = after_action(asked, action)
+    predicted = after_action(asked, action, pinned)
     rows_before = max((one.rows for one in asked if one.kind == "kv"), default=0)
     for layer, part in _in_order(targets, action):
         _act(layer, part, pinned, disk)
     mx.clear_cache()
     observed = held_all(layers)
     after = Footprint.of(layers)
-    _check_engaged(action, predicted, observed)
+    _check_engaged(action, predicted, observed, layers)
     return Applied(
         action=action,
         before=before,
@@ -180,14 +182,17 @@ def not_built(action: Action) -> str | None:
     return None
 
 
-def _check_executable(action: Action) -> None:
+def _check_executable(action: Action, disk: DiskStore | None) -> None:
     missing = not_built(action)
     if missing is not None:
         raise ActionInfeasibleError(f"{action}: this version of lumina_cache has no code for {missing}")
+    if disk is None and any(isinstance(part, Offload) for part in singles(action)):
+        raise ActionInfeasibleError(f"{action}: this cache has no disk tier; give LuminaCache(disk=…)")
 
 
 def _act(layer: RowLayer, action: Action, pinned: Pinned, disk: DiskStore | None) -> None:
-    if not applies(held(layer), action):
+    now = held(layer)
+    if not applies(now, action) or after_action([now], action, pinned) == (now,):
         return
     if isinstance(action, Quantize):
         _reencode(layer, action)
@@ -201,10 +206,7 @@ def _act(layer: RowLayer, action: Action, pinned: Pinned, disk: DiskStore | None
         case Evict():
             evict(layer, action, pinned)
         case Offload():
-            if disk is None:
-                raise ActionInfeasibleError(
-                    f"{action}: this cache has no disk tier; give LuminaCache(disk=…)"
-                )
+            assert disk is not None
             if action.layers is None or action.layers[0] <= layer.index <= action.layers[1]:
                 store = layer.own_store()
                 rows = rows_to_disk(action, store.on_disk + store.sealed, store.layout.block)
@@ -214,19 +216,36 @@ def _act(layer: RowLayer, action: Action, pinned: Pinned, disk: DiskStore | None
 def _reencode(layer: RowLayer, action: Quantize) -> None:
     assert action.layout is not None
     assert isinstance(layer, KVCache | RotatingKVCache | ChunkedKVCache)
-    if 0.0 in layer.reencode(action.layout):
+    before, after = layer.layout, action.layout
+    drifts = layer.reencode(after)
+    sides = (before.keys, after.keys), (before.values, after.values)
+    if any(d == 0.0 and _coarser(*side) for d, side in zip(drifts, sides, strict=True)):
         raise EngagementError(
             f"{action}: {layer.name} gives back exactly the rows that it was given, which no code of "
             f"{action.key_bits} and {action.value_bits} bits can do: nothing was encoded"
         )
 
 
-def _check_engaged(action: Action, predicted: Sequence[Held], observed: Sequence[Held]) -> None:
-    for want, got in zip(predicted, observed, strict=True):
+def _coarser(before: Codec, after: Codec) -> bool:
+    """Whether rows cannot come through unchanged; those held at as few bits already may."""
+    return after.code_bits is not None and (before.code_bits is None or after.code_bits < before.code_bits)
+
+
+def _check_engaged(
+    action: Action, predicted: Sequence[Held], observed: Sequence[Held], layers: Sequence[Any]
+) -> None:
+    for want, got, layer in zip(predicted, observed, layers, strict=True):
         if replace(want, name=got.name) != got:
             raise EngagementError(f"{action}: {got.name} should hold {want} but holds {got}")
-        if (nbytes_allocated([want]), nbytes_live([want])) != (nbytes_allocated([got]), nbytes_live([got])):
-            raise EngagementError(f"{action}: {got.name} should take {want} but takes {got}")
+        if not isinstance(layer, RowLayer):
+            continue
+        asked = nbytes_allocated([want]), nbytes_live([want])
+        taken = layer.nbytes_allocated, layer.nbytes_live
+        if asked != taken:
+            raise EngagementError(
+                f"{action}: {got.name} should take {asked[0]} bytes, {asked[1]} of them for rows held, "
+                f"but takes {taken[0]} and {taken[1]}"
+            )
 
 
 def opaque_nbytes(entry: Any) -> int:

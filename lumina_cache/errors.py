@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "ActionInfeasibleError",
     "ActionSyntaxError",
+    "AttentionInputError",
     "BackendInterfaceError",
     "BudgetError",
     "DiskBudgetError",
@@ -22,6 +23,7 @@ __all__ = [
     "MixedExecutionStateError",
     "ModelShapeError",
     "ModelUnavailableError",
+    "ObservationError",
     "ProfileFormatError",
     "TableFormatError",
     "UnsupportedCacheError",
@@ -50,6 +52,10 @@ class ActionSyntaxError(LuminaError, ValueError):
 
 class ActionInfeasibleError(LuminaError):
     """An action that this backend cannot execute in this state; the cache is left as it was."""
+
+
+class AttentionInputError(LuminaError, ValueError):
+    """Queries, rows or a mask whose shapes do not go together, or that no attention can be computed for."""
 
 
 class DiskTierError(LuminaError):
@@ -106,6 +112,10 @@ class ModelUnavailableError(LuminaError):
 
 class ProfileFormatError(LuminaError, ValueError):
     """A file of calibrated figures that cannot be read."""
+
+
+class ObservationError(LuminaError):
+    """What was observed of a layer's attention does not fit its rows, or is not enough to rank them by."""
 
 
 class TableFormatError(LuminaError, ValueError):

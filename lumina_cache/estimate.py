@@ -12,9 +12,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .actions import Action, Evict, Keep, Merge, Offload, Page, Plan, Quantize, Reclaim, Reserve
-from .codecs import AffineFetch, Layout
+from .actions import (
+    DEFAULT_SINKS,
+    Action,
+    Evict,
+    Keep,
+    Merge,
+    Offload,
+    Page,
+    Plan,
+    Quantize,
+    Reclaim,
+    Reserve,
+)
+from .codecs import AffineFetch, Codec, Layout
 from .codecs.base import STEP, grown_capacity
+from .rows import DRIFT_ROWS, Pinned
 
 __all__ = [
     "Held",
@@ -25,6 +38,7 @@ __all__ = [
     "dense_row_nbytes",
     "emptied",
     "growth_nbytes",
+    "guarded_rows",
     "layout_of",
     "merge_equal",
     "most_rows_within",
@@ -36,6 +50,7 @@ __all__ = [
     "split_kept",
     "tokens_without_growth",
     "transient_of_action",
+    "whole_blocks",
 ]
 
 
@@ -221,26 +236,32 @@ def _room(held: Held) -> int | None:
     return held.capacity - held.sealed
 
 
-def after_action(layers: Iterable[Held], action: Action) -> tuple[Held, ...]:
-    """The same layers after ``action``, before the next token. Layers that actions do not apply to stay as they are."""
+def after_action(layers: Iterable[Held], action: Action, pinned: Pinned = ()) -> tuple[Held, ...]:
+    """The same layers after ``action``, before the next token. Layers that actions do not apply to stay as they are.
+
+    Args:
+        pinned: ranges of absolute positions (first, end), end excluded, whose rows are not evicted.
+    """
     layers = tuple(layers)
     if isinstance(action, Plan):
         if any(one.index < 0 for one in layers):
             raise ValueError(f"{action} names layers, so layers must not be merged: pass one Held per layer")
-        return tuple(one for layer in layers for one in after_action([layer], action.for_layer(layer.index)))
+        return tuple(
+            one for layer in layers for one in after_action([layer], action.for_layer(layer.index), pinned)
+        )
     for part in action.parts:
-        layers = tuple(_acted(one, part) if applies(one, part) else one for one in layers)
+        layers = tuple(_acted(one, part, pinned) if applies(one, part) else one for one in layers)
     return layers
 
 
-def _acted(held: Held, action: Action) -> Held:
+def _acted(held: Held, action: Action, pinned: Pinned) -> Held:
     match action:
         case Keep():
             return held
         case Reclaim():
             return replace(held, capacity=held.sealed)
         case Reserve():
-            return replace(held, capacity=max(held.capacity, action.rows))
+            return replace(held, capacity=max(held.capacity, whole_blocks(action.rows, held.layout.block)))
         case Page():
             return replace(held, capacity=-(-held.rows // action.rows) * action.rows)
         case Merge():
@@ -251,7 +272,7 @@ def _acted(held: Held, action: Action) -> Held:
         case Offload():
             return _offloaded(held, action)
         case Evict():
-            return _evicted(held, action)
+            return _evicted(held, action, pinned)
         case Quantize():
             return _reencoded(held, layout_of(action))
     raise TypeError(f"no byte formula for {action!r}")
@@ -284,11 +305,13 @@ def _on_disk(held: Held, rows: int) -> Held:
     return replace(held, on_disk=rows, capacity=held.rows - held.tail - rows)
 
 
-def _evicted(held: Held, action: Evict) -> Held:
+def _evicted(held: Held, action: Evict, pinned: Pinned) -> Held:
     kept = action.rows_kept(held.rows)
     if kept == held.rows:
         return held
-    tail, sealed = split_kept(kept, held.tail, held.layout.block)
+    tail, sealed = _kept_of(held, kept, action.sinks, pinned)
+    if tail + sealed == held.rows:
+        return held
     after = replace(held, rows=sealed + tail, tail=tail, on_disk=0, capacity=sealed, evicted=True)
     if held.on_disk == 0:
         return after
@@ -296,10 +319,39 @@ def _evicted(held: Held, action: Evict) -> Held:
     return _on_disk(after, round(share * sealed) // held.layout.block * held.layout.block)
 
 
-def split_kept(kept: int, tail: int, block: int) -> tuple[int, int]:
-    """Of ``kept`` rows, how many are of the dense tail and how many sealed ones: newest first, whole blocks."""
+def split_kept(kept: int, rows: int, tail: int, block: int, guarded: int = 0) -> tuple[int, int]:
+    """Of ``kept`` rows, how many are of the dense tail and how many sealed ones.
+
+    The newest rows stay, and sealed ones in whole blocks; but room for the ``guarded`` sealed rows comes before the
+    tail's. At least one block stays where there is no tail.
+    """
     in_tail = min(kept, tail)
-    return in_tail, (kept - in_tail) // block * block
+    sealed = (kept - in_tail) // block * block
+    wanted = min(guarded, rows - tail)
+    if sealed < wanted <= kept:
+        in_tail = min(tail, kept - wanted)
+        sealed = (kept - in_tail) // block * block
+    return (in_tail, sealed) if in_tail + sealed else (0, block)
+
+
+def guarded_rows(sinks: int, pinned: Pinned, sealed_to: int, block: int) -> int:
+    """Sealed rows that must not be evicted: whole blocks that sinks or pinned positions below ``sealed_to`` lie in."""
+    blocks: set[int] = set()
+    for first, end in ((0, sinks), *pinned):
+        if first < min(end, sealed_to):
+            blocks.update(range(first // block, whole_blocks(min(end, sealed_to), block) // block))
+    return len(blocks) * block
+
+
+def whole_blocks(rows: int, block: int) -> int:
+    """``rows`` rounded up to whole blocks."""
+    return -(-rows // block) * block
+
+
+def _kept_of(held: Held, kept: int, sinks: int, pinned: Pinned) -> tuple[int, int]:
+    block = held.layout.block
+    guarded = guarded_rows(sinks, pinned, held.offset - held.tail, block)
+    return split_kept(kept, held.rows, held.tail, block, guarded)
 
 
 def _reencoded(held: Held, layout: Layout) -> Held:
@@ -366,14 +418,74 @@ def transient_of_action(held: Held, action: Action) -> int:
 
 
 def _transient(before: Held, after: Held) -> int:
-    """The new buffers, and all rows decoded, or cut free of slack, where they are re-encoded or read from a file."""
+    """Bytes that exist at the worst moment beside one layer as it was."""
     if before == after:
         return 0
-    cut = not before.layout.dense or before.capacity > before.sealed
-    reencoded = after.layout != before.layout
-    decoded = dense_row_nbytes(before) * before.rows if cut and reencoded else 0
-    read = before.on_disk * row_nbytes(before)
-    return nbytes_allocated([replace(after, count=1)]) + decoded + read
+    if after.layout != before.layout and after.kind == "kv":
+        return _conversion(before, after)
+    if after.layout != before.layout:
+        return _lane_conversion(before, after)
+    one = row_nbytes(before)
+    # Rows read from their file are joined to those in memory before any is chosen or moved.
+    read = (2 * before.on_disk + before.sealed) * one if before.on_disk else 0
+    new = nbytes_allocated([_in_memory(after)])
+    if after.on_disk <= before.on_disk and not after.evicted:
+        return new + read
+    # Writing copies one array at a time, and what stays is copied out of the buffers that held everything.
+    rest = nbytes_allocated([replace(after, count=1)])
+    if after.on_disk and after.rows == before.rows:
+        return read + max(rest, after.on_disk * one)
+    return max(read + new, new + rest + after.on_disk * one if after.on_disk else 0)
+
+
+def _in_memory(held: Held) -> Held:
+    """One such layer with the rows in its file brought back."""
+    return replace(held, on_disk=0, capacity=held.capacity + held.on_disk, count=1)
+
+
+def _conversion(before: Held, after: Held) -> int:
+    """Keys first, then values: new codes beside the dense rows that they are made of, and then the drift of both."""
+    whole = _in_memory(after)
+    size, rows = before.itemsize, whole.sealed
+    keys, values = before.key_width * size * rows, before.value_width * size * rows
+    new_keys = rows * whole.layout.keys.row_nbytes(whole.key_width, size)
+    new = nbytes_allocated([whole])
+    if before.layout.dense and not before.on_disk:
+        # Dense rows are only copied where they are cut from a longer buffer.
+        cut = int(before.capacity > rows)
+        first = new_keys + cut * keys + _scratch(after.layout.keys, before.key_width * rows)
+        second = new + cut * values + _scratch(after.layout.values, before.value_width * rows)
+        worst = max(first, second)
+    else:
+        # All rows are decoded before the first is encoded; a decoded tail is joined on by a copy of one side.
+        decoded = dense_row_nbytes(before) * before.rows
+        side = max(before.key_width, before.value_width) * before.rows
+        read = (2 * before.on_disk + before.sealed) * row_nbytes(before) if before.on_disk else 0
+        worst = new + decoded + side * size + read + _scratch(after.layout.keys, side)
+    worst = max(worst, new + _drift_nbytes(before, rows))
+    if after.on_disk:
+        rest = nbytes_allocated([replace(after, count=1)])
+        worst = max(worst, new + rest + after.on_disk * row_nbytes(after))
+    return worst
+
+
+def _lane_conversion(before: Held, after: Held) -> int:
+    """The whole buffers are encoded as they are, slack included."""
+    new = nbytes_allocated([replace(after, count=1)])
+    side = max(before.key_width, before.value_width) * before.capacity
+    decoded = 0 if before.layout.dense else dense_row_nbytes(before) * before.capacity
+    return new + decoded + _scratch(after.layout.keys, side) + _drift_nbytes(before, before.capacity)
+
+
+def _scratch(codec: Codec, elements: int) -> int:
+    """Bytes of float32 copies that encoding ``elements`` elements makes beside them."""
+    return codec.copies * elements * 4
+
+
+def _drift_nbytes(held: Held, rows: int) -> int:
+    """Four float32 arrays of the rows that are compared, and one in the rows' own type if that is another."""
+    width = max(held.key_width, held.value_width)
+    return min(rows, DRIFT_ROWS) * width * (16 + (held.itemsize if held.itemsize != 4 else 0))
 
 
 def most_rows_within(
@@ -401,5 +513,5 @@ def most_rows_within(
 
 
 def _cut_to(held: Held, rows: int) -> Held:
-    tail, sealed = split_kept(rows, held.tail, held.layout.block)
+    tail, sealed = _kept_of(held, rows, DEFAULT_SINKS, ())
     return replace(held, rows=tail + sealed, capacity=sealed, tail=tail, on_disk=0)

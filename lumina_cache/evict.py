@@ -8,14 +8,12 @@ import mlx.core as mx
 import numpy as np
 
 from .actions import Evict
-from .estimate import split_kept
+from .estimate import guarded_rows, split_kept
 from .layers import KVCache
+from .rows import Pinned
 from .scorers import SCORERS, Scorer, protected_rows, select
 
 __all__ = ["Pinned", "evict", "scorer_of"]
-
-#: Ranges of absolute positions (first, end), end excluded, whose rows stay.
-Pinned = tuple[tuple[int, int], ...]
 
 
 def scorer_of(action: Evict) -> Scorer:
@@ -29,28 +27,35 @@ def evict(layer: KVCache, action: Evict, pinned: Pinned = ()) -> None:
     """Drop rows of ``layer`` down to what ``action`` keeps.
 
     Rows that are encoded together stay or go together, ranked by the best row among them. Rows of the dense tail are
-    newer than all others and go last, so that every head keeps the same number of either.
+    newer than all others and go last, except for the protected ones, so that every head keeps the same number of either.
     """
-    rows = layer.rows
-    kept = action.rows_kept(rows)
-    if kept == rows:
-        return
+    kept = action.rows_kept(layer.rows)
+    if kept < layer.rows:
+        # The scores and what they were made of are gone before the rows are copied.
+        layer.gather(*_chosen(layer, action, kept, pinned))
+
+
+def _chosen(layer: KVCache, action: Evict, kept: int, pinned: Pinned) -> tuple[np.ndarray, np.ndarray]:
+    """Blocks of sealed rows and rows of the tail that stay, as :meth:`KVCache.gather` takes them."""
     store = layer.own_store()
     block, tail = store.layout.block, store.tail
-    kept_tail, kept_sealed = split_kept(kept, tail, block)
+    guarded = guarded_rows(action.sinks, pinned, int(layer.offset) - tail, block)
+    kept_tail, kept_sealed = split_kept(kept, layer.rows, tail, block, guarded)
     scorer = scorer_of(action)
     keys, values = store.dense() if scorer.reads_rows else (None, None)
     positions = _positions(layer, keys)
     scores = scorer.scores(keys, values, positions)
     stay = protected_rows(positions, action.sinks, action.recent, pinned)
-    sealed = rows - tail
+    sealed = layer.rows - tail
     # As sealed rows are kept in whole blocks, a block that is protected in part stays whole if there is room for it.
-    by_block = _best(scores[..., :sealed], block), _best(stay[..., :sealed].astype(mx.int32), block) > 0
-    blocks = select(by_block[0], kept_sealed // block, by_block[1])
+    blocks = select(
+        _best(scores[..., :sealed], block),
+        kept_sealed // block,
+        _best(stay[..., :sealed].astype(mx.int32), block) > 0,
+    )
     in_tail = select(scores[..., sealed:], kept_tail, stay[..., sealed:])
     mx.eval(blocks, in_tail)
-    del keys, values, scores
-    layer.gather(_as_index(blocks), _as_index(in_tail))
+    return _as_index(blocks), _as_index(in_tail)
 
 
 def _positions(layer: KVCache, keys: mx.array | None) -> mx.array:

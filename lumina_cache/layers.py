@@ -510,7 +510,7 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
 
     def reserve(self, rows: int) -> None:
         """Make room for ``rows`` rows, so that growing to there copies nothing."""
-        if self.keys is not None:
+        if self.rows:
             self.own_store().reserve(rows)
 
     def offload(self, disk: DiskStore, rows: int) -> None:

@@ -37,6 +37,7 @@ from .method import Method
 from .method import evict_method as _evict
 from .method import quant_method as _quant
 from .scorers import SCORERS
+from .scorers.observed import OBSERVED
 
 __all__ = ["METHODS", "Method", "methods_of"]
 
@@ -70,13 +71,7 @@ def _catalogue() -> Iterator[Method]:
         KEYS,
         QUERY_STATISTICS,
     )
-    yield _evict(
-        "expected_attention", "Expected Attention, arXiv:2510.00636", "E over future q of softmax weight × ‖v‖",
-        KEYS, VALUES, QUERY_STATISTICS,
-    )  # fmt: skip
-    yield _evict("snapkv", "SnapKV, arXiv:2404.14469", "pooled weights of the last w queries", QUERIES)
-    yield _evict("tova", "TOVA, arXiv:2401.06104", "weights of the newest query", QUERIES)
-    yield _evict("h2o", "H2O, arXiv:2306.14048", "accumulated attention weights", ATTENTION_WEIGHTS)
+    yield from (scorer.method for scorer in OBSERVED.values())
     yield _evict(
         "kvzip",
         "KVzip, arXiv:2505.23416",

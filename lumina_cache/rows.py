@@ -30,7 +30,10 @@ from .codecs.layout import Layout
 if TYPE_CHECKING:
     from .disk import DiskBlock, DiskStore
 
-__all__ = ["DiskRows", "RowStore", "drift", "shapes_of"]
+__all__ = ["DRIFT_ROWS", "DiskRows", "Pinned", "RowStore", "drift", "shapes_of"]
+
+#: Ranges of absolute positions (first, end), end excluded, whose rows stay.
+Pinned = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -268,12 +271,32 @@ class RowStore:
         mx.eval(self.keys, self.values)
 
     def reserve(self, rows: int) -> None:
-        """Make room for ``rows`` sealed rows in memory."""
-        if self.keys is None or self.values is None or self.capacity >= rows:
+        """Make room for ``rows`` sealed rows in memory, rounded up to whole blocks."""
+        layout = self.layout
+        rows = -(-rows // layout.block) * layout.block
+        if self.capacity >= rows or self.rows == 0:
             return
-        self.keys = _widened(self.keys, rows, self.layout.keys)
-        self.values = _widened(self.values, rows, self.layout.values)
+        if self.keys is None or self.values is None:
+            self.keys, self.values = self._nothing_sealed()
+        self.keys = _widened(self.keys, rows, layout.keys)
+        self.values = _widened(self.values, rows, layout.values)
         mx.eval(self.keys, self.values)
+
+    def _nothing_sealed(self) -> tuple[Encoded, Encoded]:
+        """Buffers without rows, of the shapes that sealed rows have."""
+        layout = self.layout
+        if self.disk is not None:
+            like = [
+                mx.zeros(s, d) for s, d in zip(self.disk.block.shapes, self.disk.block.dtypes, strict=True)
+            ]
+            keys, values = tuple(like[: self.disk.key_arrays]), tuple(like[self.disk.key_arrays :])
+        else:
+            assert self.tail_keys is not None
+            assert self.tail_values is not None
+            some = (slice(None), slice(None), slice(layout.block))
+            keys = layout.keys.encode(self.tail_keys[some])
+            values = layout.values.encode(self.tail_values[some])
+        return slice_rows(keys, 0, 0, layout.keys), slice_rows(values, 0, 0, layout.values)
 
     def offload(self, store: DiskStore, rows: int) -> None:
         """Write the oldest ``rows`` sealed rows (those on disk already included) to a file and drop them from memory.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from lumina_cache.apply import held_all
 from lumina_cache.cache import LuminaCache
+from lumina_cache.disk import DiskStore
 from lumina_cache.estimate import Held
 from lumina_cache.lab.tiny import SPECS
 from lumina_cache.layers import leaves
@@ -29,6 +31,7 @@ __all__ = [
     "allocated",
     "architectures",
     "assert_close",
+    "disk_in",
     "fast_first",
     "feed",
     "greedy",
@@ -204,6 +207,11 @@ def arrays_of(leaf: Any) -> Iterator[mx.array]:
             yield one
         elif isinstance(one, list | tuple):
             stack.extend(one)
+
+
+def disk_in(directory: Path) -> DiskStore:
+    """A store of files without limits in a directory that only the user may write to."""
+    return DiskStore(directory / "rows", max_bytes=None, total_max_bytes=None)
 
 
 def quiet(model: Any, **kwargs: Any) -> LuminaCache:

@@ -29,6 +29,7 @@ from lumina_cache.backend.capabilities import (
     KEYS,
     QUERIES,
     RAGGED_LAYERS,
+    ROW_CHOICE,
     ROW_GATHER,
     Rung,
     packed_attention,
@@ -236,11 +237,12 @@ def test_rows_kept_are_at_least_one_and_never_more_than_are_held(held: int, rati
 
 def test_what_an_action_requires_is_what_its_method_and_its_numbers_require() -> None:
     assert Keep().requires == Reclaim().requires == frozenset()
-    assert Evict("keydiff", ratio=0.5).requires == {ROW_GATHER, KEYS}
+    assert Evict("sinks_window", ratio=0.5).requires == {ROW_GATHER}
+    assert Evict("keydiff", ratio=0.5).requires == {ROW_GATHER, ROW_CHOICE, KEYS}
     assert Quantize("affine", 4, 4, 32).requires == {packed_attention(4, 32)}
     assert DENSE_REENCODE in Quantize("affine", 8, 4, 32).requires
     both = parse_action("evict:snapkv@0.50+quant:affine,bits=4,group=64")
-    assert both.requires == {ROW_GATHER, QUERIES, packed_attention(4, 64)}
+    assert both.requires == {ROW_GATHER, ROW_CHOICE, QUERIES, packed_attention(4, 64)}
     assert both.rung == Rung.HOOK
     assert Keep().rung == Rung.NATIVE
 

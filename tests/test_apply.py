@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from harness import feed, held_of, quiet, real_bytes, tokens
+from harness import disk_in, feed, held_of, quiet, real_bytes, tokens
 
 from lumina_cache.actions import Evict, Keep, Quantize, Reclaim, parse_action
 from lumina_cache.apply import Footprint, execute, held, not_built
+from lumina_cache.codecs import Affine, AffineFetch, Layout
 from lumina_cache.errors import ActionInfeasibleError, EngagementError
 from lumina_cache.layers import KVCache, leaves
 
@@ -87,13 +89,13 @@ def test_what_the_model_still_owes_is_computed_before_the_action_and_not_in_its_
     "text",
     [
         "evict:h2o@0.50",
-        "quant:kivi,bits=4,group=32",
-        "quant:affine,kbits=8,vbits=4,group=32",
-        "evict:sinks_window@0.50+quant:hadamard,bits=4,group=32",
-        "0-1:evict:sinks_window@0.50",
+        "quant:gear,bits=4,group=32",
+        "quant:kvquant,kbits=4,vbits=2,group=32",
+        "evict:sinks_window@0.50+quant:turboquant,bits=4,group=32",
+        "quant:affine,bits=8,group=32+offload:quest@0.50",
+        "0-1:evict:sinks_window@0.50;2:evict:h2o@0.50",
         "merge:minicache",
-        "offload:cold@0.50",
-        "reserve:512",
+        "offload:shadowkv@0.50",
         "page:64",
     ],
 )
@@ -108,11 +110,49 @@ def test_what_there_is_no_code_for_is_refused_before_anything_is_changed(tiny: A
     assert held_of(layers) == before
 
 
-@pytest.mark.parametrize(
-    "text", ["keep", "reclaim", "evict:sinks_window@0.50", "quant:affine,bits=5,group=64"]
+#: One action of every kind that there is code for.
+BUILT = (
+    "keep",
+    "reclaim",
+    "reserve:512",
+    "evict:sinks_window@0.50",
+    "evict:keydiff@rows=20",
+    "quant:affine,bits=8,group=32",
+    "quant:affine,bits=5,group=32",
+    "quant:affine,kbits=8,vbits=4,group=32",
+    "quant:affine_fetch,bits=4,group=32",
+    "quant:kivi,bits=4,group=32",
+    "quant:hadamard,bits=4,group=32,residual=8",
+    "quant:mxfp8,bits=8,group=32",
+    "offload:cold@0.50",
+    "offload:layers=0-1",
+    "0-1:evict:sinks_window@0.50",
+    "evict:sinks_window@0.50+quant:hadamard,bits=4,group=32+offload:cold@0.50+reserve:300",
 )
-def test_what_there_is_code_for_has_nothing_against_it(text: str) -> None:
-    assert not_built(parse_action(text)) is None
+
+
+@pytest.mark.parametrize("text", BUILT)
+def test_what_there_is_code_for_is_carried_out_and_the_bytes_are_those_of_the_arrays(
+    tiny: Any, text: str, tmp_path: Path
+) -> None:
+    action = parse_action(text)
+    assert not_built(action) is None
+    layers = filled(tiny("llama"), 100)
+    before = held_of(layers)
+    with disk_in(tmp_path) as disk:
+        applied = execute(layers, action, disk=disk)
+        assert applied.predicted_allocated == applied.after.nbytes_allocated == real_bytes(layers)
+        assert bool(applied.layers_changed) == (text != "keep")
+        assert (held_of(layers) != before) == (text != "keep")
+
+
+@pytest.mark.parametrize("text", ["offload:cold@0.50", "reclaim+offload:cold@0.50", "0:offload:layers=0-7"])
+def test_without_a_disk_nothing_is_changed_before_rows_fail_to_go_there(tiny: Any, text: str) -> None:
+    layers = filled(tiny("llama"))
+    before = held_of(layers)
+    with pytest.raises(ActionInfeasibleError, match="no disk tier"):
+        execute(layers, parse_action(text))
+    assert held_of(layers) == before
 
 
 class Cheating(KVCache):
@@ -120,37 +160,78 @@ class Cheating(KVCache):
 
     cheats = ""
 
-    def gather(self, index: np.ndarray) -> None:
+    def gather(self, index: np.ndarray, tail: np.ndarray | None = None) -> None:
         if self.cheats == "not at all":
             return
-        super().gather(index[1:] if self.cheats == "one row short" else index)
+        super().gather(index[1:] if self.cheats == "one row short" else index, tail)
+        store = self.own_store()
+        assert store.keys is not None
+        assert store.values is not None
         if self.cheats == "slack":
-            self.keys, self.values = (mx.concatenate([a, a], axis=2) for a in (self.keys, self.values))
+            store.keys, store.values = (
+                tuple(mx.concatenate([a, a], axis=2) for a in side) for side in (store.keys, store.values)
+            )
         if self.cheats == "wider":
-            self.keys = mx.concatenate([self.keys, self.keys], axis=3)
+            store.keys = tuple(mx.concatenate([a, a], axis=3) for a in store.keys)
 
-    def reencode(self, codec: Any) -> None:
-        if self.cheats != "not at all":
-            super().reencode(Layout.both(codec))
+    def reencode(self, layout: Layout) -> tuple[float | None, float | None]:
+        if self.cheats == "not at all":
+            return None, None
+        drifts = super().reencode(layout)
+        if self.cheats == "lossless":
+            return drifts[0], 0.0
+        if self.cheats == "tail twice":
+            store = self.own_store()
+            assert store.tail_keys is not None
+            store.tail_keys = mx.concatenate([store.tail_keys, store.tail_keys], axis=2)
+        return drifts
+
+    def compact(self) -> None:
+        assert self.cheats == "not at all"
+
+    reserve = offload = lambda self, *_: self.compact()
+
+
+def cheater(cheats: str, n: int = 20) -> Cheating:
+    layer = Cheating()
+    rows = mx.random.normal((1, 1, n, 32), key=mx.random.key(1))
+    layer.update_and_fetch(rows, rows)
+    layer.cheats = cheats
+    return layer
 
 
 @pytest.mark.parametrize("cheats", ["not at all", "one row short", "slack", "wider"])
 def test_an_action_that_did_not_take_hold_is_an_error_and_never_a_success(cheats: str) -> None:
-    layer = Cheating()
-    rows = mx.ones((1, 1, 20, 32))
-    layer.update_and_fetch(rows, rows)
-    layer.cheats = cheats
     with pytest.raises(EngagementError, match=r"layer \? should"):
-        execute([layer], Evict("sinks_window", rows=8))
+        execute([cheater(cheats)], Evict("sinks_window", rows=8))
+
+
+@pytest.mark.parametrize("text", ["reclaim", "reserve:512", "offload:cold@0.50"])
+def test_room_or_rows_that_stayed_as_they_were_are_an_error(text: str, tmp_path: Path) -> None:
+    with disk_in(tmp_path) as disk, pytest.raises(EngagementError, match=r"layer \? should hold"):
+        execute([cheater("not at all")], parse_action(text), disk=disk)
 
 
 def test_packing_that_did_not_happen_is_an_error() -> None:
-    layer = Cheating()
-    rows = mx.ones((1, 1, 20, 32))
-    layer.update_and_fetch(rows, rows)
-    layer.cheats = "not at all"
-    with pytest.raises(EngagementError, match=r"8 bits, but holds 20 in .* at dense"):
-        execute([layer], Quantize("affine", 8, 8, 32))
+    with pytest.raises(EngagementError, match=r"should hold .*Affine\(bits=8.* but holds .*Dense"):
+        execute([cheater("not at all")], Quantize("affine", 8, 8, 32))
+
+
+def test_packing_that_loses_nothing_at_all_is_an_error() -> None:
+    with pytest.raises(EngagementError, match="nothing was encoded"):
+        execute([cheater("lossless")], Quantize("affine", 8, 8, 32))
+
+
+def test_a_side_that_is_encoded_as_it_was_before_may_come_back_as_it_was() -> None:
+    layer = cheater("")
+    execute([layer], Quantize("affine", 8, 4, 32))
+    execute([layer], Quantize("affine_fetch", 4, 4, 32))
+    assert held(layer).layout == Layout.both(AffineFetch(4, 32))
+
+
+def test_dense_rows_that_take_more_than_they_should_are_an_error() -> None:
+    with pytest.raises(EngagementError, match=r"layer \? should take"):
+        execute([cheater("tail twice", 40)], Quantize("affine_fetch", 8, 8, 32, residual=4))
 
 
 def test_an_empty_cache_has_no_footprint_and_nothing_to_change(tiny: Any) -> None:

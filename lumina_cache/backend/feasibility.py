@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ..actions import Action, Evict, Keep, Plan, Quantize, Reclaim
 from ..apply import not_built
 from ..codecs import Layout
-from ..estimate import LANE_KINDS, Held, applies, transient_of_action
+from ..estimate import LANE_KINDS, Held, applies, transient_of_action, whole_blocks
 from .capabilities import BackendProfile, Capability
 
 __all__ = ["Reason", "Verdict", "classify"]
@@ -70,6 +70,7 @@ def classify(
         profile=profile,
         rows=max((one.rows for one in changeable), default=0),
         lanes=tuple(lanes),
+        block=max((one.layout.block for one in changeable), default=1),
         coarsest=_coarsest([one.layout for one in (*changeable, *lanes)]),
         dims=tuple(dict.fromkeys((one.kind, one.key_dim, one.value_dim) for one in (*changeable, *lanes))),
         largest=_largest([*changeable, *lanes]),
@@ -88,6 +89,7 @@ class _Facts:
     profile: BackendProfile
     rows: int
     lanes: tuple[Held, ...]  #: sliding windows and attention chunks
+    block: int  #: most rows that any layer encodes together
     coarsest: tuple[int, int]  #: bits of keys and of values
     dims: tuple[tuple[str, int, int], ...]  #: kinds of layers with their head dims
     largest: tuple[Held, ...]
@@ -139,14 +141,15 @@ def _reasons(action: Action, facts: _Facts) -> tuple[Reason, ...]:
     if _changes_rows(action) and not _touches(action, facts):
         found.append(_NOTHING)
         return tuple(found)
-    rows, coarsest = facts.rows, facts.coarsest  # as the parts so far leave them
+    rows, coarsest, block = facts.rows, facts.coarsest, facts.block  # as the parts so far leave them
     for part in action.parts:
         if isinstance(part, Evict):
-            found += _against_eviction(part, rows, facts)
+            found += _against_eviction(part, rows, block, facts)
             rows = part.rows_kept(rows)
         elif isinstance(part, Quantize):
             found += _against_codec(part, coarsest, facts)
             coarsest = part.key_bits, part.value_bits
+            block = 1 if part.layout is None else part.layout.block
     if not found and _changes_rows(action) and facts.available is not None:
         found += _against_memory(action, facts, facts.available)
     return tuple(found)
@@ -193,15 +196,16 @@ _NOTHING = Reason("nothing_to_change", "no layer holds rows that an action could
 _MUST_STAY = Reason("rows_must_stay", "tokens may be taken back (speculative decoding), so rows must stay")
 
 
-def _against_eviction(action: Evict, rows: int, facts: _Facts) -> Iterable[Reason]:
+def _against_eviction(action: Evict, rows: int, block: int, facts: _Facts) -> Iterable[Reason]:
     if facts.rows_must_stay:
         yield _MUST_STAY
-    kept, guarded = action.rows_kept(rows), action.sinks + facts.pinned + action.recent
+    kept, guarded = action.rows_kept(rows), whole_blocks(action.sinks + facts.pinned, block) + action.recent
     if kept >= rows:
         text = f"{kept} rows asked, {rows} held: nothing to evict"
         yield Reason("too_few_rows", text, kept, rows)
     elif kept <= guarded:
-        text = f"{kept} rows would leave no choice beside {guarded} protected ones"
+        together = f", as rows are encoded {block} at a time" if block > 1 else ""
+        text = f"{kept} rows would leave no choice beside {guarded} protected ones{together}"
         yield Reason("too_few_rows", text, kept, guarded)
 
 

@@ -49,6 +49,8 @@ class Codec(ABC):
     packed: ClassVar[bool] = False
     #: The row axis of the encoded arrays.
     axis: ClassVar[int] = 2
+    #: Copies of the dense rows (float32) that encoding makes for a while.
+    copies: ClassVar[int] = 0
 
     @property
     def block(self) -> int:

@@ -19,7 +19,7 @@ from ..method import quant_method
 from .affine import AffineFetch
 from .base import CodecFamily, Encoded, Sides
 
-__all__ = ["FAMILY", "Hadamard", "why_not_rotated"]
+__all__ = ["FAMILY", "Hadamard", "rotate", "rotate_back", "why_not_rotated"]
 
 #: Odd parts of the widths that mlx has a matrix for, with their smallest power of two, symmetric ones first.
 _ORDERS = (1, 12, 20, 28)
@@ -47,11 +47,13 @@ def why_not_rotated(width: int) -> str | None:
     return f"mlx.core.hadamard_transform takes m·2ᵏ elements with m = 1, 12, 20 or 28, not {width}"
 
 
-def _rotate(rows: mx.array) -> mx.array:
+def rotate(rows: mx.array) -> mx.array:
+    """``H·x/√D`` of rows x (…, D)."""
     return mx.hadamard_transform(rows)
 
 
-def _rotate_back(rows: mx.array) -> mx.array:
+def rotate_back(rows: mx.array) -> mx.array:
+    """The rows x (…, D) that :func:`rotate` was given."""
     width = rows.shape[-1]
     if _order(width) in _SYMMETRIC:
         return mx.hadamard_transform(rows)  # symmetric and orthogonal: its own inverse
@@ -68,10 +70,10 @@ class Hadamard(AffineFetch):
 
     def to_grouped(self, rows: mx.array) -> mx.array:
         # In float32, so that 16-bit rows are rounded once, by the codes.
-        return _rotate(rows.astype(mx.float32))
+        return rotate(rows.astype(mx.float32))
 
     def from_grouped(self, grouped: mx.array) -> mx.array:
-        return _rotate_back(grouped)
+        return rotate_back(grouped)
 
     def encode(self, rows: mx.array) -> Encoded:
         why = self.why_not(rows.shape[-1])

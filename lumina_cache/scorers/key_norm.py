@@ -5,8 +5,9 @@ models a key of low norm usually draws much attention.
 
 ``score = −‖k‖₂``. Rotation leaves a norm as it is, so rotated keys serve as well as unrotated ones.
 
-The authors' code leaves the first two layers alone, where the relation does not hold; a scorer does not know its layer,
-so that is up to the caller. Neither they nor NVIDIA's kvpress (``KnormPress``) protect sinks or recent rows.
+The authors' example (``l2_compress`` with ``skip_layers=[0, 1]``) leaves the first two layers whole; a scorer does not know
+its layer, so that is up to the caller. NVIDIA's kvpress (``KnormPress``) takes all layers. Neither protects sinks or
+recent rows.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Environments*, arXiv:2504.15364: a key that points elsewhere than most tends to 
 ``score = −cos(k, m)``, m = mean over the rows of k/‖k‖₂. A row or a mean of length zero has a cosine of zero.
 
 The mean is that of the rows held, so rows evicted earlier no longer count. The paper evicts after every block of the
-prompt; kvpress (``KeyDiffPress``) scores once, as here. Both take the keys as they are cached, that is rotated.
+prompt; NVIDIA's kvpress (``KeyDiffPress``) scores once and takes the keys as they are cached, rotated, as here.
 """
 
 from __future__ import annotations

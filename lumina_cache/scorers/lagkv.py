@@ -10,9 +10,11 @@ sinks the rows are cut into blocks of ``lag``. With the smallest and largest val
 so every block gives up the same share. Sinks score 2; the last whole block and the rows after it, which have no block to
 be compared with, score 1. Fewer rows than the sinks and two blocks are ranked by age, the newest best.
 
-The ranking within blocks and the fallback are those of kvpress (``LagKVPress``, ``cross_scoring=False``). A channel that is
-constant in the next block is undefined in the paper; it counts as 0 here, and no x̄ counts for more than ±10⁶. The
-keys are taken as they are cached, rotated. As up to 2·lag − 1 rows are always kept, a small budget needs a small lag.
+The authors' code keeps the best rows of each block, once, as soon as the next block is complete; the rank in place of
+that, the default of 4 sinks and blocks of 128, and the fallback are those of kvpress (``LagKVPress``). Both take the keys as
+they are cached, rotated. For a channel that is constant in the next block, x̄ is 0/0 in both; it counts as 0 here, and
+no x̄ counts for more than ±10⁶. As up to 2·lag − 1 rows rank above all others, a budget not larger than that makes
+this a window of recent rows: a small budget needs a small lag.
 """
 
 from __future__ import annotations

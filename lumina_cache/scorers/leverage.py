@@ -7,14 +7,14 @@ out is spanned by the rows that stay. With X = K or V of one head, T rows by D c
     ℓ(x) = xᵀ (XᵀX + λI)⁻¹ x,   λ = 10⁻³ · ‖X‖²_F / D                0 … 1
     score = ℓ(k) · ℓ(v)
 
-Where the paper approximates ℓ with a Gaussian projection, this is exact but for the ridge λ (Alaoui and Mahoney,
+The paper approximates ℓ with a Gaussian projection. This is exact but for the ridge λ (Alaoui and Mahoney,
 arXiv:1411.0306), which keeps it defined for fewer rows than channels, for constant and for zero rows. The score does not
 change with the scale of K or V. It costs T·D² multiplications per head instead of T·D, and one D × D factorisation, which
 MLX does on the CPU.
 
-kvpress differs twice. ``CURPress`` takes ‖k‖²·‖v‖², normalised over 16 neighbours: leverage only if the channels are
-uncorrelated. ``LeverageScorePress`` (Compactor, arXiv:2507.08143) uses keys alone, centred and before rotation. Here keys
-are as cached, rotated, which spreads each pair of channels over the plane and evens out the leverage.
+NVIDIA's kvpress differs. ``CURPress``, whose default product is the one used here, takes ‖k‖²·‖v‖², normalised over 16
+neighbours, which is leverage only where channels are uncorrelated and alike. ``LeverageScorePress`` (Compactor,
+arXiv:2507.08143) uses keys alone, centred and before rotation; here keys are as they are cached, rotated.
 """
 
 from __future__ import annotations

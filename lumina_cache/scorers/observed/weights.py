@@ -1,0 +1,139 @@
+"""Attention weights summed over queries, a block of queries at a time.
+
+The scores of one block are (B, Hq, n, T) float32, n being as large as ``limit`` bytes allow; the weights made of them
+are as many again. Each block waits for the sum of the one before, so that no two are in memory together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+__all__ = ["BLOCK_BYTES", "attended_sums", "window_sums"]
+
+#: Bytes that the scores of one block of queries may take.
+BLOCK_BYTES = 8 << 20
+
+
+def attended_sums(
+    queries: mx.array,
+    keys: mx.array,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+    *,
+    start: int = 0,
+    stride: int = 1,
+    limit: int = BLOCK_BYTES,
+) -> tuple[mx.array, mx.array]:
+    """How much attention each row drew, and from how many queries it could have drawn any.
+
+    ``sums[j] = Σᵢ softmax(scale·q_i·K + mask_i)[j]`` over the queries ``start``, ``start + stride``, …
+
+    Args:
+        queries: (B, Hq, N, D).
+        keys: (B, H, T, D), H dividing Hq.
+        mask: None, ``"causal"``, or an array that broadcasts to (B, Hq, N, T): bool, or added to the scores.
+        sinks: (Hq,) logits of a row without value, in the sum of the softmax only.
+        limit: bytes of the scores of one block, if one query's take no more.
+
+    Returns:
+        sums (B, H, T) float32, and the queries that saw each row, float32 broadcasting to (B, H, T); both the mean over
+        the query heads of each K/V head.
+    """
+    (batch, n_heads, new, _), (_, n_kv_heads, rows, _) = queries.shape, keys.shape
+    total, exposure = mx.zeros((batch, n_kv_heads, rows)), mx.zeros((1, 1, rows))
+    size = max(1, limit // (4 * batch * n_heads * rows)) * stride
+    for first in range(start, new, size):
+        last = min(first + size, new)
+        one, at = queries[:, :, first:last:stride], mx.arange(first, last, stride)
+        if first > start:
+            one = mx.depends(one, total)
+        allowed = _mask(mask, at, new, rows, n_kv_heads, n_heads)
+        # Behind the last query of a causal block nothing is seen: those rows need no product.
+        seen = rows - new + last if isinstance(mask, str) else rows
+        if allowed is not None:
+            allowed = allowed[..., :seen]
+        sums = _weights(one * scale, keys[:, :, :seen], allowed, sinks).sum(axis=(2, 3))
+        unseen = [(0, 0), (0, 0), (0, rows - seen)]
+        total = total + mx.pad(sums * (n_kv_heads / n_heads), unseen)
+        exposure = exposure + mx.pad(_seen_by(allowed, at.size, seen), unseen)
+    return total, exposure
+
+
+def window_sums(
+    queries: mx.array,
+    first_position: int,
+    keys: mx.array,
+    positions: mx.array,
+    scale: float,
+    sinks: mx.array | None = None,
+    *,
+    limit: int = BLOCK_BYTES,
+) -> mx.array:
+    """Weights (B, H, G, T) float32 that rows draw from queries at ``first_position`` and after, summed over these.
+
+    A query sees the rows up to its own position. G = Hq/H query heads share a K/V head.
+
+    Args:
+        queries: (B, Hq, N, D).
+        keys: (B, H, T, D).
+        positions: absolute positions (B, H, T) int32 of the rows.
+    """
+    (batch, n_heads, new, _), (_, n_kv_heads, rows, _) = queries.shape, keys.shape
+    total = mx.zeros((batch, n_kv_heads, n_heads // n_kv_heads, rows))
+    size = max(1, limit // (4 * batch * n_heads * rows))
+    for first in range(0, new, size):
+        one = queries[:, :, first : first + size]
+        if first > 0:
+            one = mx.depends(one, total)
+        at = mx.arange(first_position + first, first_position + first + one.shape[2])
+        allowed = positions[:, :, None, None, :] <= at[:, None]
+        total = total + _weights(one * scale, keys, allowed, sinks).sum(axis=3)
+    return total
+
+
+def _weights(queries: mx.array, keys: mx.array, mask: mx.array | None, sinks: mx.array | None) -> mx.array:
+    """softmax(q·k + mask) as (B, H, G, n, T) float32; ``mask`` broadcasts to that."""
+    batch, n_heads, n, dim = queries.shape
+    n_kv_heads, rows = keys.shape[1:3]
+    group = n_heads // n_kv_heads
+    # One product per K/V head instead of a copy of the keys for each query head.
+    scores = queries.reshape(batch, n_kv_heads, group * n, dim) @ keys.swapaxes(-1, -2)
+    scores = scores.reshape(batch, n_kv_heads, group, n, rows).astype(mx.float32)
+    if mask is not None:
+        if mask.dtype == mx.bool_:
+            scores = mx.where(mask, scores, mx.finfo(mx.float32).min)
+        else:
+            scores = scores + mask.astype(mx.float32)
+    if sinks is None:
+        return mx.softmax(scores, axis=-1, precise=True)
+    sink = sinks.astype(mx.float32).reshape(1, n_kv_heads, group, 1, 1)
+    return mx.exp(scores - mx.logaddexp(mx.logsumexp(scores, axis=-1, keepdims=True), sink))
+
+
+def _mask(mask: Any, at: mx.array, new: int, rows: int, n_kv_heads: int, n_heads: int) -> mx.array | None:
+    """The mask of the queries ``at``, of ``new`` over ``rows``; broadcasts to (B, H, G, n, T)."""
+    if mask is None:
+        return None
+    if isinstance(mask, str):
+        return mx.arange(rows) <= at[:, None] + (rows - new)
+    four: mx.array = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+    if four.shape[2] > 1:
+        four = mx.take(four, at, axis=2)
+    batch, heads, n, width = four.shape
+    if heads == 1:
+        return four[:, :, None]
+    return four.reshape(batch, n_kv_heads, n_heads // n_kv_heads, n, width)
+
+
+def _seen_by(mask: mx.array | None, queries: int, rows: int) -> mx.array:
+    """How many of the queries each row is visible to, the mean over the heads of a group: (B|1, H|1, T) float32."""
+    if mask is None:
+        return mx.full((1, 1, rows), float(queries))
+    visible = mask if mask.dtype == mx.bool_ else mask > mx.finfo(mask.dtype).min
+    if visible.ndim == 2:
+        visible = visible[None, None, None]
+    counts = visible.astype(mx.float32).sum(axis=3).mean(axis=2)
+    return counts * queries if visible.shape[3] == 1 and queries > 1 else counts
