@@ -99,6 +99,7 @@ EVENTS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
             ),
             "candidates": _field("every action weighed: bytes, score terms, reasons if infeasible", list),
             "action_space": _field("version of the list of actions", str),
+            "profile": _field("name of the profile that the figures of quality and time come from", str),
             "chosen": _field("text form of the action", str),
             "why": _field("one sentence", str),
             "seconds": _field("time the decision took", *_NUMBER),

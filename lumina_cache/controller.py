@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from ._version import __version__
-from .actions import ACTION_SPACE_VERSION, Action, Evict, Keep, Quantize, evicts, singles
+from .actions import Action, Evict, Keep, Quantize, evicts, singles
 from .apply import Applied, Footprint, execute, held_all
 from .audit import AuditLog
 from .backend.capabilities import DISK_TIER, ROW_GATHER, BackendProfile, Outcome, packed_attention
@@ -24,6 +24,7 @@ from .backend.interface import mlx_lm_version, mlx_version
 from .backend.probe import ModelProbe, probe_packed, remembered_probe
 from .budget import format_bytes
 from .codecs import Affine, Layout
+from .decider import Decider
 from .disk import DiskStore
 from .errors import ActionInfeasibleError, BudgetError, LuminaError, LuminaWarning
 from .estimate import (
@@ -39,7 +40,8 @@ from .estimate import (
 from .evict import Pinned
 from .fingerprint import remembered_fingerprint
 from .layers import KVCache, ManagedLayer, RotatingKVCache
-from .policy import Candidate, Decision, Policy, State, candidates_for, weigh
+from .policy import DEFAULT_HORIZON, Limit, Policy, State
+from .profile import Profile, profile_for
 from .standing import StandingPlan
 from .steps import StepTracker
 from .suspend import Suspended, suspend
@@ -49,6 +51,9 @@ __all__ = ["Controller", "smallest_budget"]
 
 #: Every how many steps a ``step`` record is written (and at each change of phase).
 STEP_RECORD_EVERY = 64
+
+#: Tokens after which the machine is looked at again even if nothing grows.
+LOOK_EVERY = 256
 
 #: Fewest rows per layer that eviction to a budget goes down to, attention sinks included.
 FEWEST_ROWS = 64
@@ -83,9 +88,11 @@ class Controller:
     ) -> None:
         self.models = models
         self.budget = budget
-        self.policy = policy
         self.read_machine = read_machine
         self.log = log
+        self.decider = (
+            None if policy is None else Decider(policy, budget, read_machine, log, self._find_profile)
+        )
         self.horizon = horizon
         self.plan = None if plan is None else StandingPlan(plan)
         self.protect = protect
@@ -106,7 +113,7 @@ class Controller:
         self._callers: dict[StepTracker, _CallerConversion] = {}
         self._refused: set[tuple[str, str]] = set()
         self._over_budget_said = False
-        self._machine_seen: tuple[object, ...] | None = None
+        self._until_look = 0
         self.finalizer = weakref.finalize(self, log.end)
 
     # -- StepListener: the hot path ---------------------------------------------------------------------------------
@@ -119,9 +126,10 @@ class Controller:
             self._settle(steps)
         if self.plan is not None and steps is self.trackers[0]:
             self._follow_plan(steps, self.plan, tokens)
-        if self.policy is not None:
+        if self.decider is not None:
             self._slack -= tokens
-            if tokens > 1 or self._slack < 0 or self._unchecked:
+            self._until_look -= tokens
+            if tokens > 1 or self._slack < 0 or self._unchecked or self._until_look < 0:
                 self._hold_budget(steps, tokens, "predicted_overflow")
                 self._unchecked = tokens > 1
         self._note_step(steps)
@@ -130,7 +138,7 @@ class Controller:
         if self.suspended is not None:
             self.resume()
         self.log.count_step(tokens)
-        if self.policy is not None:
+        if self.decider is not None:
             self._slack -= tokens
             self._unchecked = True
         self._note_step(steps)
@@ -160,7 +168,7 @@ class Controller:
             return self.speculative and (self.horizon is None or self.horizon >= layer.max_size)
         if self.plan is not None and layer.kind == "kv" and evicts(self.plan.action):
             return True
-        if self.policy is None or self.budget is None or self.speculative or layer.kind != "kv":
+        if self.decider is None or self.budget is None or self.speculative or layer.kind != "kv":
             return False
         if not self.profile(steps).has(ROW_GATHER):
             return False
@@ -210,7 +218,7 @@ class Controller:
 
     def rows_replaced(self, steps: StepTracker) -> None:
         self._slack = -1
-        self._unchecked = self.policy is not None
+        self._unchecked = self.decider is not None
 
     def tracker_copied(self, old: StepTracker, new: StepTracker) -> None:
         self.trackers.append(new)
@@ -220,7 +228,7 @@ class Controller:
         new = Controller(
             self.models,
             budget=self.budget,
-            policy=self.policy,
+            policy=None,
             read_machine=self.read_machine,
             log=self.log.copy(),
             horizon=self.horizon,
@@ -229,6 +237,7 @@ class Controller:
         )
         new.plan = copy.copy(self.plan)
         memo[id(self)] = new
+        new.decider = None if self.decider is None else self.decider.copy(new.log)
         new.speculative = self.speculative
         new.probes = dict(self.probes)
         new.evicted_by = self.evicted_by
@@ -344,7 +353,8 @@ class Controller:
         described = self if parent is None else parent
         layers = described._unmerged(described.trackers[0])
         machine = self.read_machine()
-        self._machine_seen = _signs(machine)
+        if self.decider is not None:
+            self.decider.seen(machine)
         unknown: dict[str, str] = {}
         probe = self.probes.get(0)
         if probe is None:
@@ -367,7 +377,7 @@ class Controller:
                 "draft": self.speculative,
             },
             budget=self.budget,
-            policy=None if self.policy is None else self.policy.name,
+            policy=None if self.decider is None else self.decider.policy.name,
             plan=None if self.plan is None else str(self.plan.action),
             protect=[list(one) for one in self.protect],
             copied_from=None if parent is None else parent.log.cache_id,
@@ -423,97 +433,68 @@ class Controller:
             self._refuse(action, "plan", against)
 
     def _hold_budget(self, beginning: StepTracker, tokens: int, trigger: str) -> None:
-        """Predict the bytes after a step of ``tokens`` tokens of one of the models; if they pass the budget, decide.
+        """Predict the bytes after a step of ``tokens`` tokens of one of the models; if they pass the limit, decide.
 
         Only the first model's rows are acted upon, whichever model grows.
         """
-        steps = self.trackers[0]
-        if self.budget is None or self.policy is None or (beginning is not steps and not steps.at_boundary):
+        steps, decider = self.trackers[0], self.decider
+        if decider is None or (beginning is not steps and not steps.at_boundary):
             return
-        own_tokens = tokens if beginning is steps else 0
-        layers = self._layers(steps)
-        if self._predicted(beginning, tokens) > self.budget:
+        predicted = self._predicted(beginning, tokens)
+        limit = decider.limit
+        if self._until_look < 0 or predicted > (limit.nbytes or predicted):
+            limit = decider.look(sum(nbytes_allocated(self._layers(t)) for t in self.trackers))
+            self._until_look = LOOK_EVERY
+            if limit.nbytes is not None and limit.nbytes != self.budget:
+                trigger = "telemetry"
+        if limit.nbytes is not None and predicted > limit.nbytes:
             with self._busy():
-                self._decide(steps, layers, own_tokens, trigger, self._left_by_others(beginning, tokens))
-            self._say_if_over(beginning, tokens)
+                self._decide(steps, decider, tokens if beginning is steps else 0, trigger, beginning)
+            self._say_if_over(beginning, tokens, limit.nbytes)
         self._renew_slack(beginning, tokens)
 
     def _predicted(self, beginning: StepTracker, tokens: int) -> int:
         """Allocated bytes of all models after ``beginning`` has done a step of ``tokens`` tokens."""
         return sum(nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers)
 
-    def _left_by_others(self, beginning: StepTracker, tokens: int) -> int:
-        """The budget less what the draft model will hold by then."""
-        assert self.budget is not None
-        return self.budget - sum(
-            nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers[1:]
-        )
+    def _left_by_others(self, limit: Limit, beginning: StepTracker, tokens: int) -> Limit:
+        """The limit less what the draft model will hold by then."""
+        others = sum(nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers[1:])
+        return limit if limit.nbytes is None or not others else replace(limit, nbytes=limit.nbytes - others)
 
     def _after(self, steps: StepTracker, beginning: StepTracker, tokens: int) -> tuple[Held, ...]:
         return after_append(self._layers(steps), tokens if steps is beginning else 0)
 
     def _decide(
-        self, steps: StepTracker, layers: tuple[Held, ...], tokens: int, trigger: str, budget: int
+        self, steps: StepTracker, decider: Decider, tokens: int, trigger: str, beginning: StepTracker
     ) -> None:
-        policy = self.policy
-        assert policy is not None
-        start = time.perf_counter()
-        machine = self._look_at_machine()
-        probe = self.probe(steps)
+        layers = self._layers(steps)
+        remaining = None if self.horizon is None else self.horizon - max(one.offset for one in layers)
         state = State(
             phase=steps.phase,
             tokens=tokens,
             layers=layers,
-            budget=budget,
-            available=None if machine is None else machine.memory_available_bytes,
-            rows_must_stay=self.speculative,
+            each=self._unmerged(steps),
+            budget=self.budget,
+            limit=self._left_by_others(decider.limit, beginning, tokens),
+            horizon=DEFAULT_HORIZON if remaining is None else max(1, remaining),
+            # Without a budget nobody has agreed to lose rows: tokens can be taken back at any time.
+            rows_must_stay=self.speculative or self.budget is None,
+            pinned=_held_within(self.protect, layers),
             evicted_by=self.evicted_by,
-            machine=None if machine is None else machine.to_record(),
         )
-        candidates = weigh(state, candidates_for(state, probe.group_size or 64), probe.profile)
-        decision = self._ask(policy, state, candidates)
-        chosen = next((c for c in candidates if c.action == decision.action), None)
-        if chosen is None or not chosen.feasible:
-            self._warn(
-                "policy_chose_infeasible",
-                f"policy {policy.name} chose {decision.action}, which is not a feasible candidate; keeping everything",
-            )
-            decision = Decision(Keep(), "the policy's choice was not feasible")
-        self._decision += 1
-        self.log.write(
-            "decision",
-            decision=self._decision,
-            trigger=trigger,
-            state=state.to_record(),
-            candidates=[c.to_record() for c in candidates],
-            action_space=ACTION_SPACE_VERSION,
-            chosen=str(decision.action),
-            why=decision.why,
-            seconds=time.perf_counter() - start,
-        )
-        if decision.action != Keep():
-            try:
-                self._execute(steps, decision.action, "policy", self._decision)
-            except Exception as error:  # generation must not break because an action did
-                self._warn("action_failed", f"{decision.action}: {type(error).__name__}: {error}")
-
-    def _look_at_machine(self) -> Snapshot | None:
-        """The latest snapshot; written to the log when one of the signs that decisions turn on has changed."""
-        machine = self.read_machine()
-        signs = _signs(machine)
-        if machine is not None and signs != self._machine_seen:
-            self.log.write("telemetry", change=None, snapshot=machine.to_record())
-        self._machine_seen = signs
-        return machine
-
-    def _ask(self, policy: Policy, state: State, candidates: tuple[Candidate, ...]) -> Decision:
+        decider.fit(self.probe(steps).group_size)
+        decision = decider.decide(state, self.profile(steps), trigger)
+        if decision.action == Keep():
+            return
         try:
-            return policy.decide(state, candidates)
-        except Exception as error:  # a user's policy must not break generation
-            self._warn(
-                "policy_failed", f"policy {policy.name}: {type(error).__name__}: {error}; keeping everything"
-            )
-            return Decision(Keep(), "the policy raised an exception")
+            self._execute(steps, decision.action, "policy", decider.number)
+        except Exception as error:  # generation must not break because an action did
+            self._warn("action_failed", f"{decision.action}: {type(error).__name__}: {error}")
+
+    def _find_profile(self) -> Profile:
+        """Figures measured on this model and machine, or the library's own, borrowed."""
+        return profile_for(self.models[0])
 
     def _execute(self, steps: StepTracker, action: Action, origin: str, decision: int | None) -> Applied:
         try:
@@ -574,18 +555,17 @@ class Controller:
             if isinstance(part, Quantize) and part.codec == "affine" and part.key_bits == part.value_bits:
                 self._probe_codec(steps, Affine(part.key_bits, part.group_size))
 
-    def _say_if_over(self, beginning: StepTracker, tokens: int) -> None:
-        assert self.budget is not None
+    def _say_if_over(self, beginning: StepTracker, tokens: int, limit: int) -> None:
         predicted = self._predicted(beginning, tokens)
-        if predicted <= self.budget:
+        if predicted <= limit:
             self._over_budget_said = False
             return
         if not self._over_budget_said:
             self._over_budget_said = True
             self._warn(
                 "budget_exceeded",
-                f"a step of {tokens} tokens takes {format_bytes(predicted)}, the budget is "
-                f"{format_bytes(self.budget)}; rows are brought back under it after the step"
+                f"a step of {tokens} tokens takes {format_bytes(predicted)}, the limit is "
+                f"{format_bytes(limit)}; rows are brought back under it after the step"
                 + ("; LuminaCache.recommend_prefill_step() says which chunk fits" if tokens > 1 else ""),
             )
 
@@ -727,24 +707,15 @@ def _shapes(layers: tuple[Held, ...]) -> list[dict[str, int | str]]:
     ]
 
 
-def _signs(machine: Snapshot | None) -> tuple[object, ...] | None:
-    if machine is None:
-        return None
-    swapping = machine.swap_out_bytes_per_second
-    return (
-        machine.pressure_level,
-        machine.thermal_state,
-        machine.low_power_mode,
-        swapping is not None and swapping > 0,
-    )
-
-
-def smallest_budget(probe: ModelProbe) -> int:
+def smallest_budget(probe: ModelProbe, codecs: Iterable[Quantize] = ()) -> int:
     """Fewest bytes that this model's cache can be held in from the first token on, for any number of tokens.
 
     Two needs: the first token, for which mlx-lm allocates a whole growth step of dense rows; and the steady state,
-    :data:`FEWEST_ROWS` rows per layer in the coarsest feasible codec, with sliding windows and attention chunks full and
+    :data:`FEWEST_ROWS` rows per layer in the smallest feasible codec, with sliding windows and attention chunks full and
     recurrent state counted.
+
+    Args:
+        codecs: those that whoever decides would choose among.
 
     Raises:
         BudgetError: if some layer grows without bound and cannot be kept from it on this backend.
@@ -763,14 +734,8 @@ def smallest_budget(probe: ModelProbe) -> int:
             )
     first = nbytes_allocated(after_append((emptied(one) for one in probe.layers), 1))
     steady = [_at_least(one) for one in probe.layers]
-    plans: list[Action] = [Keep()]
-    if probe.group_size is not None:
-        plans += [
-            Quantize("affine", bits, bits, probe.group_size)
-            for bits in (8, 4)
-            if profile.has(packed_attention(bits, probe.group_size))
-        ]
-    return max(first, min(nbytes_allocated(after_append(after_action(steady, plan), 1)) for plan in plans))
+    feasible = [v.action for v in classify([Keep(), *codecs], profile, steady) if v.feasible]
+    return max(first, min(nbytes_allocated(after_append(after_action(steady, plan), 1)) for plan in feasible))
 
 
 #: Kinds of layers that hold one row per token for as long as the generation lasts.

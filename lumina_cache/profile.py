@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -26,7 +26,16 @@ from .actions import Quantize, parse_action
 from .codecs import Layout
 from .errors import ProfileFormatError
 
-__all__ = ["SCHEMA", "CodecFigure", "EvictionFigure", "Figure", "Profile", "default_profile", "read_profile"]
+__all__ = [
+    "SCHEMA",
+    "CodecFigure",
+    "EvictionFigure",
+    "Figure",
+    "Profile",
+    "default_profile",
+    "profile_for",
+    "read_profile",
+]
 
 #: Version of the file format.
 SCHEMA = 1
@@ -94,6 +103,16 @@ class Profile:
     def by_layout(self) -> Mapping[Layout, CodecFigure]:
         """Figures by how rows are stored."""
         return {layout: one for one in self.codecs if (layout := one.action.layout) is not None}
+
+    def for_groups_of(self, group_size: int) -> Profile:
+        """The same figures for a model whose head dims need smaller groups; smaller groups lose less, so they are bounds."""
+        smaller = tuple(
+            replace(one, action=replace(one.action, group_size=group_size))
+            if one.action.group_size > group_size and group_size in one.action.method.groups
+            else one
+            for one in self.codecs
+        )
+        return self if smaller == self.codecs else replace(self, codecs=smaller)
 
     def codec(self, action: Quantize) -> CodecFigure | None:
         """The figure of exactly this codec, bits, group and residual window."""
@@ -191,6 +210,11 @@ def read_profile(path: Path, *, borrowed: bool = False) -> Profile:
     if not isinstance(record, dict):
         raise ProfileFormatError(f"{path}: not a profile")
     return Profile.from_record(record, borrowed=borrowed)
+
+
+def profile_for(model: Any) -> Profile:
+    """The figures to use for ``model``."""
+    return default_profile()
 
 
 def default_profile() -> Profile:

@@ -14,9 +14,10 @@ from .candidates import candidates_for, next_layers, plans_for, weigh
 from .limits import Limit, LimitKeeper, price_of_time
 from .others import Greedy, Window
 from .score import KL_PER_POINT, OVERFLOW_POINTS, Inputs, Score, Weights, score
-from .values import Candidate, Decision, Policy, State
+from .values import DEFAULT_HORIZON, Candidate, Decision, Policy, State
 
 __all__ = [
+    "DEFAULT_HORIZON",
     "KL_PER_POINT",
     "OVERFLOW_POINTS",
     "POLICIES",

@@ -40,6 +40,8 @@ def expected(layers: Iterable[Held], profile: Profile, scorer: str | None) -> Ex
     ratios: list[tuple[float, int]] | None = []
     source = "exact: dense and complete"
     for one in rows_held:
+        if one.on_disk:
+            return Expected(None, None, None, "no figure for rows that every step reads back from disk")
         if one.layout.dense:
             _note(ratios, 1.0, one.count)
             continue
