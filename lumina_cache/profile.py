@@ -219,6 +219,5 @@ def profile_for(model: Any) -> Profile:
 
 def default_profile() -> Profile:
     """The figures that ship with the library: measured on SmolLM2-135M-Instruct, borrowed for any other model."""
-    return read_profile(
-        Path(str(files("lumina_cache.data").joinpath("profiles", "smollm2-135m.json"))), borrowed=True
-    )
+    path = files("lumina_cache").joinpath("data", "profiles", "smollm2-135m.json")
+    return read_profile(Path(str(path)), borrowed=True)
