@@ -32,16 +32,17 @@ from .estimate import (
     after_action,
     after_append,
     emptied,
+    held_within,
     merge_equal,
     nbytes_allocated,
     nbytes_live,
     tokens_without_growth,
 )
-from .evict import Pinned
 from .fingerprint import remembered_fingerprint
 from .layers import KVCache, ManagedLayer, RotatingKVCache
 from .policy import DEFAULT_HORIZON, Limit, Policy, State
 from .profile import Profile, profile_for
+from .rows import Pinned
 from .standing import StandingPlan
 from .steps import StepTracker
 from .suspend import Suspended, suspend
@@ -480,7 +481,7 @@ class Controller:
             horizon=DEFAULT_HORIZON if remaining is None else max(1, remaining),
             # Without a budget nobody has agreed to lose rows: tokens can be taken back at any time.
             rows_must_stay=self.speculative or self.budget is None,
-            pinned=_held_within(self.protect, layers),
+            protect=self.protect,
             evicted_by=self.evicted_by,
         )
         decider.fit(self.probe(steps).group_size)
@@ -536,7 +537,7 @@ class Controller:
             self.profile(steps),
             layers,
             rows_must_stay=self.speculative,
-            pinned=_held_within(self.protect, layers),
+            pinned=held_within(self.protect, layers),
         )[0]
 
     def _refuse(self, action: Action, origin: str, reasons: Iterable[Reason]) -> None:
@@ -673,12 +674,6 @@ _NO_DISK = Outcome(False, "this cache was given no disk; LuminaCache(…, disk=T
 
 #: Reasons that may be gone when there are more rows.
 _ABOUT_ROWS = ("too_few_rows", "nothing_to_change")
-
-
-def _held_within(pinned: Pinned, layers: tuple[Held, ...]) -> int:
-    """Rows that ``pinned`` keeps from eviction, of those seen so far."""
-    seen = max((one.offset for one in layers if one.changeable), default=0)
-    return len({p for first, end in pinned for p in range(first, min(end, seen))})
 
 
 def _histories(steps: StepTracker) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class Decider:
         found = weigh(state, candidates_for(state, profile), backend, profile)
         feasible = [c.action for c in found if c.feasible and isinstance(c.action, Quantize)]
         plans = plans_for(state, profile, feasible, _best_scorer(found))
-        return (*found, *weigh(state, plans, backend, profile)) if plans else found
+        return (*found, *weigh(state, (), backend, profile, plans)) if plans else found
 
     def _ask(self, state: State, candidates: tuple[Candidate, ...]) -> Decision:
         try:

@@ -39,6 +39,8 @@ __all__ = [
     "emptied",
     "growth_nbytes",
     "guarded_rows",
+    "held_within",
+    "kept_of",
     "layout_of",
     "merge_equal",
     "most_rows_within",
@@ -309,7 +311,7 @@ def _evicted(held: Held, action: Evict, pinned: Pinned) -> Held:
     kept = action.rows_kept(held.rows)
     if kept == held.rows:
         return held
-    tail, sealed = _kept_of(held, kept, action.sinks, pinned)
+    tail, sealed = kept_of(held, kept, action.sinks, pinned)
     if tail + sealed == held.rows:
         return held
     after = replace(held, rows=sealed + tail, tail=tail, on_disk=0, capacity=sealed, evicted=True)
@@ -343,12 +345,19 @@ def guarded_rows(sinks: int, pinned: Pinned, sealed_to: int, block: int) -> int:
     return len(blocks) * block
 
 
+def held_within(pinned: Pinned, layers: Iterable[Held]) -> int:
+    """Rows that ``pinned`` keeps from eviction, of those seen so far."""
+    seen = max((one.offset for one in layers if one.changeable), default=0)
+    return len({p for first, end in pinned for p in range(first, min(end, seen))})
+
+
 def whole_blocks(rows: int, block: int) -> int:
     """``rows`` rounded up to whole blocks."""
     return -(-rows // block) * block
 
 
-def _kept_of(held: Held, kept: int, sinks: int, pinned: Pinned) -> tuple[int, int]:
+def kept_of(held: Held, kept: int, sinks: int, pinned: Pinned) -> tuple[int, int]:
+    """Of ``kept`` rows of this layer, how many are of the dense tail and how many sealed ones."""
     block = held.layout.block
     guarded = guarded_rows(sinks, pinned, held.offset - held.tail, block)
     return split_kept(kept, held.rows, held.tail, block, guarded)
@@ -394,14 +403,14 @@ def _growth(held: Held, n: int) -> int:
     return (held.capacity + after.capacity - kept) * row_nbytes(held)
 
 
-def peak_of_action(layers: Sequence[Held], action: Action) -> int:
+def peak_of_action(layers: Sequence[Held], action: Action, pinned: Pinned = ()) -> int:
     """Most bytes allocated at any moment while ``action`` is carried out, an upper bound.
 
     Part by part and layer by layer: all layers before the part, plus what converting the largest one needs.
     """
     now, peak = tuple(layers), nbytes_allocated(layers)
     for part in action.parts:
-        after = after_action(now, part)
+        after = after_action(now, part, pinned)
         transient = max((_transient(a, b) for a, b in zip(now, after, strict=True)), default=0)
         peak = max(peak, nbytes_allocated(now) + transient)
         now = after
@@ -513,5 +522,5 @@ def most_rows_within(
 
 
 def _cut_to(held: Held, rows: int) -> Held:
-    tail, sealed = _kept_of(held, rows, DEFAULT_SINKS, ())
+    tail, sealed = kept_of(held, rows, DEFAULT_SINKS, ())
     return replace(held, rows=tail + sealed, capacity=sealed, tail=tail, on_disk=0)

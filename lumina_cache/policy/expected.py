@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..actions import Action, Evict, Offload, Quantize, Reclaim, singles
-from ..estimate import LANE_KINDS, Held, nbytes_live
+from ..estimate import LANE_KINDS
 from ..profile import Profile
+from .values import Group
 
-__all__ = ["Expected", "expected", "own_seconds"]
+__all__ = ["Expected", "Stored", "evicted", "own_seconds", "stored"]
 
 
 @dataclass(frozen=True)
@@ -25,57 +26,64 @@ class Expected:
     source: str
 
 
-def expected(layers: Iterable[Held], profile: Profile, scorer: str | None) -> Expected:
-    """What layers held like this cost.
+@dataclass(frozen=True)
+class Stored:
+    """The part that depends on how rows are stored, not on which of them are left."""
 
-    Args:
-        layers: as after the action; those with an index count with the sensitivity of their layer.
-        scorer: by which rows are missing; None if none are.
+    expected: Expected
+    kept: float  #: least share of the tokens seen whose rows a layer still holds; 1 where none is missing
+
+
+def stored(groups: Sequence[Group], profile: Profile) -> Stored:
+    """What storing layers like this costs, apart from missing rows.
+
+    ``KL = Σ weight·KL(codec) / layers``: the damages of the layers' codecs add up, weighted by their sensitivity.
     """
-    rows_held = [one for one in layers if one.rows > 0 and (one.kind == "kv" or one.kind in LANE_KINDS)]
-    total = sum(one.count for one in rows_held)
+    ours = [g for g in groups if g.held.rows > 0 and (g.held.kind == "kv" or g.held.kind in LANE_KINDS)]
+    total = sum(g.held.count for g in ours)
     if not total:
-        return Expected(0.0, 0.0, 1.0, "exact: no rows were changed")
+        return Stored(Expected(0.0, 0.0, 1.0, "exact: no rows were changed"), 1.0)
+    kept = min(
+        (g.held.rows / g.held.offset for g in ours if g.held.kind == "kv" and g.held.evicted), default=1.0
+    )
     kl = p95 = 0.0
-    ratios: list[tuple[float, int]] | None = []
+    time: float | None = 0.0
     source = "exact: dense and complete"
-    for one in rows_held:
+    for group in ours:
+        one = group.held
         if one.on_disk:
-            return Expected(None, None, None, "no figure for rows that every step reads back from disk")
-        if one.layout.dense:
-            _note(ratios, 1.0, one.count)
-            continue
-        figure = profile.by_layout.get(one.layout)
-        if figure is None:
-            return Expected(None, None, None, f"no figure for {one.layout}")
-        source = _source(profile)
-        share = profile.weight(one.index, total) * one.count / total
-        kl, p95 = kl + share * figure.kl, p95 + share * figure.p95
-        time = figure.time_at(one.rows)
-        ratios = None if time is None or ratios is None else [*ratios, (time, one.count)]
-    kept = min((one.rows / one.offset for one in rows_held if one.kind == "kv" and one.evicted), default=1.0)
-    if kept < 1.0:
-        eviction = None if scorer is None else profile.evictor(scorer)
-        if eviction is None:
-            return Expected(None, None, None, f"no figure for evicting by {scorer}")
-        lost, tail = eviction.at(kept)
-        kl, p95, source = kl + lost, p95 + tail, _source(profile)
-    time_ratio = None if ratios is None else sum(t * n for t, n in ratios) / total
-    return Expected(kl, p95, time_ratio, source)
+            return Stored(
+                Expected(None, None, None, "no figure for rows that every step reads back from disk"), kept
+            )
+        ratio: float | None = 1.0
+        if not one.layout.dense:
+            figure = profile.by_layout.get(one.layout)
+            if figure is None:
+                return Stored(Expected(None, None, None, f"no figure for {one.layout}"), kept)
+            source, ratio = source_of(profile), figure.time_at(one.rows)
+            kl, p95 = kl + figure.kl * group.weight / total, p95 + figure.p95 * group.weight / total
+        time = None if time is None or ratio is None else time + ratio * one.count / total
+    return Stored(Expected(kl, p95, time, source), kept)
 
 
-def _note(ratios: list[tuple[float, int]] | None, time: float, count: int) -> None:
-    if ratios is not None:
-        ratios.append((time, count))
+def evicted(base: Stored, profile: Profile, scorer: str | None) -> Expected:
+    """The same with the damage of the missing rows, which were dropped by ``scorer``."""
+    x = base.expected
+    if base.kept >= 1.0 or x.kl is None or x.p95 is None:
+        return x
+    figure = None if scorer is None else profile.evictor(scorer)
+    if figure is None:
+        return Expected(None, None, None, f"no figure for evicting by {scorer}")
+    lost, tail = figure.at(base.kept)
+    return Expected(x.kl + lost, x.p95 + tail, x.time_ratio, source_of(profile))
 
 
-def _source(profile: Profile) -> str:
+def source_of(profile: Profile) -> str:
     return f"borrowed: {profile.name}" if profile.borrowed else f"calibrated: {profile.name}"
 
 
-def own_seconds(action: Action, layers: Iterable[Held], profile: Profile) -> float | None:
-    """Seconds that carrying out ``action`` takes: measured seconds per byte times the bytes held before it."""
-    touched = nbytes_live(layers)
+def own_seconds(action: Action, touched: int, profile: Profile) -> float | None:
+    """Seconds that carrying out ``action`` takes: measured seconds per byte times the ``touched`` bytes held before it."""
     total = 0.0
     for part in singles(action):
         family = _FAMILY.get(type(part))

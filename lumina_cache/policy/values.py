@@ -9,13 +9,22 @@ from typing import Any, Protocol
 from ..actions import Action
 from ..backend.feasibility import Reason
 from ..estimate import Held, nbytes_allocated
+from ..rows import Pinned
 from .limits import Limit
 from .score import Inputs, Score, Weights
 
-__all__ = ["Candidate", "Decision", "Policy", "State"]
+__all__ = ["Candidate", "Decision", "Group", "Policy", "State"]
 
 #: Decode steps that an action is expected to be held for, where the caller said nothing.
 DEFAULT_HORIZON = 256
+
+
+@dataclass(frozen=True)
+class Group:
+    """Equal layers, counted, with what they weigh together in the damage of a codec (their number where all mind alike)."""
+
+    held: Held
+    weight: float
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class State:
     horizon: int = DEFAULT_HORIZON  #: decode steps still to come, as far as is known
     available: int | None = None  #: bytes that may still be allocated on this machine; None when unknown
     rows_must_stay: bool = False  #: tokens may be taken back (speculative decoding)
-    pinned: int = 0  #: rows that the caller protects from eviction
+    protect: Pinned = ()  #: ranges of positions (first, end) that the caller protects from eviction
     evicted_by: str | None = None  #: scorer by which rows are missing already
     prediction_error: tuple[float, float] = (
         0.0,
@@ -69,7 +78,7 @@ class State:
             "horizon": self.horizon,
             "available": self.available,
             "rows_must_stay": self.rows_must_stay,
-            "pinned": self.pinned,
+            "protect": [list(one) for one in self.protect],
             "evicted_by": self.evicted_by,
             "prediction_error": list(self.prediction_error),
             "weights": {"time": self.weights.time, "risk": self.weights.risk},
