@@ -205,7 +205,8 @@ class Evict(Action):
 class Quantize(Action):
     """Re-encode all rows with a codec: ``key_bits`` and ``value_bits`` per element, groups of ``group_size`` elements.
 
-    ``residual`` newest rows (tokens) stay dense; None for as many as the codec's own method has.
+    ``residual`` newest rows (tokens) and the first ``sinks`` ones stay dense; None for as many as the codec's own method
+    has.
     """
 
     codec: str
@@ -213,15 +214,19 @@ class Quantize(Action):
     value_bits: int
     group_size: int = 64
     residual: int | None = None
+    sinks: int | None = None
 
     def __post_init__(self) -> None:
         _known("quant", self.codec)
-        if self.residual is not None and self.residual < 0:
-            raise ActionSyntaxError(f"quant:{self.codec}: residual={self.residual} must not be negative")
-        if self.residual and self.codec == "affine":
+        for name in ("residual", "sinks"):
+            if (getattr(self, name) or 0) < 0:
+                raise ActionSyntaxError(
+                    f"quant:{self.codec}: {name}={getattr(self, name)} must not be negative"
+                )
+        if (self.residual or self.sinks) and self.codec == "affine":
             raise ActionSyntaxError(
-                f"quant:affine: residual={self.residual}, but mlx-lm's packed attention takes no dense rows beside "
-                "packed ones; use affine_fetch"
+                f"quant:affine: residual={self.residual or 0}, sinks={self.sinks or 0}, but mlx-lm's packed "
+                "attention takes no dense rows beside packed ones; use affine_fetch"
             )
         for name, value, allowed in (
             ("kbits", self.key_bits, self.method.bits),
@@ -251,8 +256,8 @@ class Quantize(Action):
             bits = f"bits={self.key_bits}"
         else:
             bits = f"kbits={self.key_bits},vbits={self.value_bits}"
-        residual = "" if self.residual is None else f",residual={self.residual}"
-        return f"quant:{self.codec},{bits},group={self.group_size}{residual}"
+        dense = "".join(f",{n}={v}" for n in ("residual", "sinks") if (v := getattr(self, n)) is not None)
+        return f"quant:{self.codec},{bits},group={self.group_size}{dense}"
 
     @property
     def layout(self) -> Layout | None:
@@ -261,7 +266,8 @@ class Quantize(Action):
         if family is None:
             return None
         keys, values = family.make(self.key_bits, self.value_bits, self.group_size)
-        return Layout(keys, values, family.residual if self.residual is None else self.residual)
+        residual = family.residual if self.residual is None else self.residual
+        return Layout(keys, values, residual, family.sinks if self.sinks is None else self.sinks)
 
 
 @dataclass(frozen=True)
@@ -540,13 +546,13 @@ def _parse_evict(scorer: str, args: str | None, whole: str) -> Evict:
 def _parse_quant(codec: str, args: str | None, whole: str) -> Quantize:
     given: dict[str, int] = {}
     for arg in _split(args):
-        _put(given, arg, ("bits", "kbits", "vbits", "group", "residual"), whole)
+        _put(given, arg, ("bits", "kbits", "vbits", "group", "residual", "sinks"), whole)
     key_bits, value_bits = given.get("kbits", given.get("bits")), given.get("vbits", given.get("bits"))
     if key_bits is None or value_bits is None:
         raise ActionSyntaxError(f"{whole!r}: give bits=N, or kbits=N and vbits=N")
     groups = METHODS["quant", codec].groups
     group = given.get("group", 64 if 64 in groups else groups[0])
-    return Quantize(codec, key_bits, value_bits, group, given.get("residual"))
+    return Quantize(codec, key_bits, value_bits, group, given.get("residual"), given.get("sinks"))
 
 
 def _parse_offload(how: str, mark: str | None, args: str | None, whole: str) -> Offload:

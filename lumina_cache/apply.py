@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -13,7 +13,8 @@ from .actions import Action, Evict, Keep, Offload, Plan, Quantize, Reclaim, Rese
 from .codecs import CODECS, Codec
 from .errors import ActionInfeasibleError, EngagementError
 from .estimate import Held, after_action, applies, nbytes_allocated, nbytes_live, rows_to_disk
-from .evict import evict
+from .evict import evict, would_lose
+from .guarding import Guard, guarded
 from .layers import ArraysCache, ChunkedKVCache, KVCache, ManagedLayer, RotatingKVCache, RowLayer
 from .rows import Pinned
 from .scorers import SCORERS
@@ -21,7 +22,16 @@ from .scorers import SCORERS
 if TYPE_CHECKING:
     from .disk import DiskStore
 
-__all__ = ["Applied", "Footprint", "execute", "held", "held_all", "not_built", "opaque_nbytes"]
+__all__ = [
+    "Applied",
+    "Footprint",
+    "execute",
+    "held",
+    "held_all",
+    "not_built",
+    "opaque_nbytes",
+    "why_not_protected",
+]
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,8 @@ class Applied:
     rows_before: int
     rows_after: int
     seconds: float  #: of the action itself; what the model still owed the arrays before it is not in it
+    #: Layers that the outlier guard did something else to, by name: the action as done, or ``keep``.
+    guarded: Mapping[str, str] = field(default_factory=dict)
 
 
 def held(layer: Any) -> Held:
@@ -88,7 +100,7 @@ def _parts_of(layer: RowLayer) -> dict[str, int]:
     if store is None:
         return {}
     room = store.layout.tail_capacity if store.tail_keys is not None else 0
-    return {"tail": store.tail, "tail_capacity": room, "on_disk": store.on_disk}
+    return {"tail": store.tail, "tail_capacity": room, "on_disk": store.on_disk, "head": store.head}
 
 
 def _limit(layer: ManagedLayer) -> int:
@@ -103,7 +115,12 @@ def held_all(layers: Iterable[Any]) -> tuple[Held, ...]:
 
 
 def execute(
-    layers: Sequence[Any], action: Action, *, pinned: Pinned = (), disk: DiskStore | None = None
+    layers: Sequence[Any],
+    action: Action,
+    *,
+    pinned: Pinned = (),
+    disk: DiskStore | None = None,
+    guard: Guard | None = None,
 ) -> Applied:
     """Carry out ``action`` on every layer it applies to and check that it took hold.
 
@@ -113,10 +130,11 @@ def execute(
     Args:
         pinned: ranges of absolute positions (first, end) whose rows are not evicted.
         disk: where rows are written to; needed only to offload.
+        guard: raises the bits of layers that the action's would spoil; None for none.
 
     Raises:
-        ActionInfeasibleError: this library has no code for the action, or there is no disk to write to; nothing was
-            changed.
+        ActionInfeasibleError: this library has no code for the action, there is no disk to write to, or a row that must
+            stay would be evicted; nothing was changed.
         DiskTierError: rows could not be written to, or read back from, their file; layers before that one are changed.
         EngagementError: the bytes or rows afterwards are not those that were asked for.
     """
@@ -127,11 +145,22 @@ def execute(
     mx.eval([(layer.keys, layer.values) for layer in targets])
     start = time.perf_counter()
     asked = held_all(layers)
+    why = why_not_protected(targets, action, pinned)
+    if why is not None:
+        raise ActionInfeasibleError(f"{why}; keep more rows, or protect fewer")
     before = Footprint.of(layers)
-    predicted = after_action(asked, action, pinned)
     rows_before = max((one.rows for one in asked if one.kind == "kv"), default=0)
+    done: dict[int, list[Action]] = {}
+    changes: dict[str, str] = {}
     for layer, part in _in_order(targets, action):
-        _act(layer, part, pinned, disk)
+        effective = _effective(layer, part, guard)
+        _act(layer, effective, pinned, disk)
+        done.setdefault(id(layer), []).append(effective)
+        if effective != part:
+            changes[layer.name] = str(effective)
+    predicted = tuple(
+        _after(one, done.get(id(layer), []), pinned) for one, layer in zip(asked, layers, strict=True)
+    )
     mx.clear_cache()
     observed = held_all(layers)
     after = Footprint.of(layers)
@@ -146,7 +175,33 @@ def execute(
         rows_before=rows_before,
         rows_after=max((one.rows for one in observed if one.kind == "kv"), default=0),
         seconds=time.perf_counter() - start,
+        guarded=changes,
     )
+
+
+def _effective(layer: RowLayer, part: Action, guard: Guard | None) -> Action:
+    """What is done to ``layer`` for ``part``: the guard may have it that more bits are needed, or nothing at all."""
+    if guard is None or not isinstance(part, Quantize) or not applies(held(layer), part):
+        return part
+    assert isinstance(layer, KVCache | RotatingKVCache | ChunkedKVCache)
+    return guarded(layer, part, guard) or Keep()
+
+
+def _after(one: Held, parts: Iterable[Action], pinned: Pinned) -> Held:
+    for part in parts:
+        [one] = after_action([one], part, pinned)
+    return one
+
+
+def why_not_protected(layers: Iterable[Any], action: Action, pinned: Pinned) -> str | None:
+    """Why ``action`` would evict a row that must stay: the first, the last or a pinned one; None if it does not."""
+    for layer in layers:
+        if isinstance(layer, KVCache) and layer.rows > 0:
+            parts = action.for_layer(layer.index).parts if isinstance(action, Plan) else action.parts
+            why = would_lose(layer, held(layer), parts, pinned)
+            if why is not None:
+                return why
+    return None
 
 
 def _in_order(targets: Sequence[RowLayer], action: Action) -> Iterator[tuple[RowLayer, Action]]:

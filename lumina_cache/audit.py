@@ -120,6 +120,10 @@ EVENTS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
             ),
             "rows_evicted": _field("most rows that any layer has lost so far", int),
             "disk_bytes_written": _field("bytes that this action wrote to disk", int),
+            "guarded": _field(
+                "layers that the outlier guard did something else to: name → the action as done, or keep",
+                dict,
+            ),
             "predicted_live": _field("live bytes asked for", int),
             "predicted_allocated": _field("allocated bytes asked for", int),
             "before": _field("bytes before: live, allocated, active, pool", dict),
@@ -159,6 +163,8 @@ EVENTS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
             "actions_total": _field("actions applied", int),
             "refusals_total": _field("actions refused", int),
             "records_dropped_total": _field("records that could not be written", int),
+            "disk_bytes_written_total": _field("bytes written to disk", int, unknown=True),
+            "unknown": _field("why each null above is null", dict),
         },
     }
 )
@@ -193,6 +199,7 @@ class AuditLog:
             "refusals_total": 0,
             "records_dropped_total": 0,
         }
+        self._disk_written: int | None = None
         self._seq = 0
         self._lock = threading.RLock()  # a telemetry thread may write beside the generating one
         self._ended = False
@@ -219,6 +226,10 @@ class AuditLog:
         """Count a step without writing a record; on the hot path."""
         self._totals["steps_total"] += 1
         self._totals["tokens_total"] += tokens
+
+    def count_disk(self, nbytes: int) -> None:
+        """Count bytes written to a disk; 0 says that there is one."""
+        self._disk_written = (self._disk_written or 0) + nbytes
 
     @property
     def totals(self) -> Mapping[str, int]:
@@ -256,7 +267,15 @@ class AuditLog:
         """Write ``session.ended`` once."""
         if not self._ended:
             self._ended = True
-            self.write("session.ended", **self._totals)
+            unknown = (
+                {} if self._disk_written is not None else {"disk_bytes_written_total": "there was no disk"}
+            )
+            self.write(
+                "session.ended",
+                **self._totals,
+                disk_bytes_written_total=self._disk_written,
+                unknown=unknown,
+            )
 
     def _give_up(self, error: Exception) -> None:
         self._logger = None

@@ -17,14 +17,15 @@ from .apply import Applied, Footprint, held_all, opaque_nbytes
 from .audit import AuditLog
 from .backend.interface import check_interface
 from .budget import budget_nbytes, format_bytes
+from .codecs.guard import LIMIT
 from .controller import Controller, smallest_budget
-from .disk import DiskStore
+from .disk import DiskStore, Lease
 from .errors import BudgetError, UnsupportedCacheError
 from .estimate import after_append, emptied, merge_equal, nbytes_allocated
-from .evict import Pinned
 from .export import to_mlx
 from .layers import ManagedLayer, adopt, leaves, managed
 from .policy import POLICIES, Policy
+from .rows import Pinned
 from .steps import StepTracker
 from .telemetry import Sampler, Snapshot, read_once
 
@@ -96,7 +97,10 @@ class LuminaCache(list[Any]):
             evictions to a number of rows again and again from then on; see :mod:`lumina_cache.standing`.
         protect: ranges of positions, such as ``range(0, 120)`` for a system prompt, whose rows are never evicted.
         disk: where rows may be moved to: True for the user's cache directory, a path, or a
-            :class:`~lumina_cache.disk.DiskStore` (which can be given limits). None: nothing is written.
+            :class:`~lumina_cache.disk.DiskStore` (which can be given limits, and is the caller's to close). None:
+            nothing is written.
+        guard: whether layers whose rows a codec would spoil get more bits, or stay as they are; a number is the noise
+            that is let through, see :mod:`lumina_cache.guarding`. False: every codec is used as asked.
         horizon: how many tokens the caller expects this cache to see in all (prompt, generated and drafted ones); None
             if not known. Used to say early whether rows may have to be evicted (or a sliding window may wrap), which
             speculative decoding and prefix reuse need to know.
@@ -123,6 +127,7 @@ class LuminaCache(list[Any]):
         plan: Action | str | None = None,
         protect: range | Iterable[range] = (),
         disk: DiskStore | str | os.PathLike[str] | bool | None = None,
+        guard: bool | float = True,
     ) -> None:
         check_interface()
         super().__init__()
@@ -149,6 +154,7 @@ class LuminaCache(list[Any]):
             plan=standing,
             protect=_ranges(protect),
             disk=_disk(disk),
+            guard=_guard(guard),
         )
         for name, entries in zip(("model", "draft"), made, strict=False):
             steps = StepTracker(self._control, name)
@@ -246,9 +252,10 @@ class LuminaCache(list[Any]):
         """Keep the rows of these positions from eviction, from now on, beside those protected already.
 
         Raises:
+            ActionInfeasibleError: the plan could not be carried out any more.
             UnsupportedCacheError: something that is not a range of positions in steps of one.
         """
-        self._control.protect = (*self._control.protect, *_ranges(positions))
+        self._control.protect_more(_ranges(positions))
 
     def suspend(self) -> int:
         """Move everything that the cache holds to a file, for the time between two turns; returns the bytes freed.
@@ -286,7 +293,11 @@ class LuminaCache(list[Any]):
         return [to_mlx(entry, decode=decode) for entry in self]
 
     def close(self) -> None:
-        """Write ``session.ended``. Done by itself when the cache is collected or the interpreter exits."""
+        """Write ``session.ended``. Done by itself when the cache is collected or the interpreter exits.
+
+        Files on disk are deleted, and rows in them are gone, unless a copy of the cache still uses them or the store
+        was passed to the cache; the cache is of no use afterwards if it had rows there.
+        """
         self._control.finalizer()
 
     def __enter__(self) -> LuminaCache:
@@ -303,7 +314,7 @@ class LuminaCache(list[Any]):
 
     def __iadd__(self, other: Iterable[Any]) -> LuminaCache:
         """Append a draft model's cache; its entries are used as they are, unmanaged and not counted in the budget."""
-        other = list(other)
+        other = other if isinstance(other, LuminaCache) else list(other)
         self._note_joined(other)
         self.extend(other)
         return self
@@ -313,10 +324,15 @@ class LuminaCache(list[Any]):
 
         (Models with more layers than entries pad their cache with None.)
         """
-        if any(entry is not None for entry in other):
-            self._control.speculative = True
+        joined = [self] if any(entry is not None for entry in other) else []
         if isinstance(other, LuminaCache):
-            other._control.speculative = True
+            joined.append(other)
+        for cache in joined:
+            plan = cache._control.plan
+            if plan is not None:
+                raise _plan_with_draft(plan.action)
+        for cache in joined:
+            cache._control.speculative = True
 
     @overload
     def __setitem__(self, index: SupportsIndex, value: Any) -> None: ...
@@ -334,6 +350,7 @@ class LuminaCache(list[Any]):
                 self[i] = one
             return
         index = range(len(self))[index]
+        self.resume()
         old = self[index]
         if value is old:
             return
@@ -393,7 +410,8 @@ class LuminaCache(list[Any]):
         decider = self._control.decider
         assert decider is not None
         decider.fit(probe.group_size)
-        smallest = smallest_budget(probe, [one.action for one in decider.profile.codecs])
+        pinned = sum(end - first for first, end in self._control.protect)
+        smallest = smallest_budget(probe, [one.action for one in decider.profile.codecs], pinned)
         decider.keeper = replace(decider.keeper, floor=smallest)
         if nbytes < smallest:
             raise BudgetError(
@@ -408,10 +426,14 @@ def _check_standing(plan: Action | None, budget: object, draft_model: object) ->
     if budget is not None:
         raise UnsupportedCacheError(f"plan {plan} beside a budget of {budget}: give one of them")
     if draft_model is not None:
-        raise UnsupportedCacheError(
-            f"plan {plan} with a draft model: a plan acts when the prompt is over, which cannot be told from steps that "
-            "try several tokens at once; call apply() yourself"
-        )
+        raise _plan_with_draft(plan)
+
+
+def _plan_with_draft(plan: Action) -> UnsupportedCacheError:
+    return UnsupportedCacheError(
+        f"plan {plan} with a draft model: a plan acts when the prompt is over, which cannot be told from steps that "
+        "try several tokens at once; call apply() yourself"
+    )
 
 
 def _ranges(protect: range | Iterable[range]) -> Pinned:
@@ -424,12 +446,24 @@ def _ranges(protect: range | Iterable[range]) -> Pinned:
     return tuple((one.start, one.stop) for one in ranges if len(one))
 
 
-def _disk(disk: DiskStore | str | os.PathLike[str] | bool | None) -> DiskStore | None:
+def _disk(disk: DiskStore | str | os.PathLike[str] | bool | None) -> Lease | None:
     if disk is None or disk is False:
         return None
     if isinstance(disk, DiskStore):
-        return disk
-    return DiskStore(None if disk is True else disk, max_bytes=None, total_max_bytes=None)
+        return Lease(disk, own=False)
+    store = DiskStore(None if disk is True else disk, max_bytes=None, total_max_bytes=None)
+    return Lease(store, own=True)
+
+
+def _guard(guard: bool | float) -> float | None:
+    if isinstance(guard, bool):
+        return LIMIT if guard else None
+    if not isinstance(guard, int | float) or not guard > 0:
+        raise UnsupportedCacheError(
+            f"guard={guard!r}: give True, False, or the noise let through, relative to the rows' variance ({LIMIT} "
+            "by default)"
+        )
+    return float(guard)
 
 
 def _policy(policy: Policy | str | None, plan: Action | None) -> Policy | None:

@@ -8,15 +8,15 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 
 from ._version import __version__
-from .actions import Action, Evict, Keep, Quantize, evicts, singles
-from .apply import Applied, Footprint, execute, held_all
+from .actions import DEFAULT_SINKS, Action, Evict, Keep, Quantize, evicts, singles
+from .apply import Applied, Footprint, execute, held_all, why_not_protected
 from .audit import AuditLog
 from .backend.capabilities import DISK_TIER, ROW_GATHER, BackendProfile, Outcome, packed_attention
 from .backend.feasibility import Reason, Verdict, classify
@@ -25,25 +25,25 @@ from .backend.probe import ModelProbe, probe_packed, remembered_probe
 from .budget import format_bytes
 from .codecs import Affine, Layout
 from .decider import Decider
-from .disk import DiskStore
-from .errors import ActionInfeasibleError, BudgetError, LuminaError, LuminaWarning
+from .disk import DiskStore, Lease
+from .errors import ActionInfeasibleError, BudgetError, DiskTierError, LuminaError, LuminaWarning
 from .estimate import (
     Held,
     after_action,
     after_append,
     emptied,
-    held_within,
     merge_equal,
     nbytes_allocated,
     nbytes_live,
     tokens_without_growth,
 )
 from .fingerprint import remembered_fingerprint
+from .guarding import Guard
 from .layers import KVCache, ManagedLayer, RotatingKVCache
 from .policy import DEFAULT_HORIZON, Limit, Policy, State
 from .profile import Profile, profile_for
 from .rows import Pinned
-from .standing import StandingPlan
+from .standing import StandingPlan, only
 from .steps import StepTracker
 from .suspend import Suspended, suspend
 from .telemetry import Snapshot
@@ -69,6 +69,7 @@ class _CallerConversion:
     asked: tuple[Held, ...]
     layers: list[str]
     seconds: float = 0.0
+    written: int = 0
 
 
 class Controller:
@@ -85,7 +86,8 @@ class Controller:
         horizon: int | None,
         plan: Action | None = None,
         protect: Pinned = (),
-        disk: DiskStore | None = None,
+        disk: Lease | None = None,
+        guard: float | None = None,
     ) -> None:
         self.models = models
         self.budget = budget
@@ -97,7 +99,8 @@ class Controller:
         self.horizon = horizon
         self.plan = None if plan is None else StandingPlan(plan)
         self.protect = protect
-        self.disk = disk
+        self.lease = disk
+        self.guard = guard
         self.suspended: Suspended | None = None
         self.trackers: list[StepTracker] = []
         self.speculative = len(models) > 1
@@ -107,6 +110,9 @@ class Controller:
         self.entries: list[list[weakref.ref[Any]]] = []
         self._slack = -1
         self._unchecked = False
+        self._looked = False  # whether anything but the model has read the cache since the last step
+        self._said: set[Action] = set()  # parts of the plan that were refused but are tried again
+        self._guarded: dict[Quantize, Reason] = {}  # what the outlier guard let nothing be done of
         self._pending: list[Action] = []
         self._acting = False
         self._decision = 0
@@ -115,13 +121,21 @@ class Controller:
         self._refused: set[tuple[str, str]] = set()
         self._over_budget_said = False
         self._until_look = 0
-        self.finalizer = weakref.finalize(self, log.end)
+        if disk is not None:
+            disk.take()
+            log.count_disk(0)
+        self.finalizer = weakref.finalize(self, _end, log, disk)
+
+    @property
+    def disk(self) -> DiskStore | None:
+        """Where rows may be moved to."""
+        return None if self.lease is None else self.lease.store
 
     # -- StepListener: the hot path ---------------------------------------------------------------------------------
 
     def step_begins(self, steps: StepTracker, tokens: int) -> None:
         if self.suspended is not None:
-            self.resume()
+            self._wake(steps)
         self.log.count_step(tokens)
         if self._pending or self._callers:
             self._settle(steps)
@@ -137,12 +151,23 @@ class Controller:
 
     def step_began(self, steps: StepTracker, tokens: int) -> None:
         if self.suspended is not None:
-            self.resume()
+            self._wake(steps)
         self.log.count_step(tokens)
+        if self.plan is not None and steps is self.trackers[0]:
+            self.plan.due(tokens, self._looked)  # too late for this step, but it counts
+            self._looked = False
         if self.decider is not None:
             self._slack -= tokens
             self._unchecked = True
         self._note_step(steps)
+
+    def _wake(self, steps: StepTracker) -> None:
+        """Resume for a step that has begun; if that fails, it has not."""
+        try:
+            self.resume()
+        except DiskTierError:
+            steps.abandon()
+            raise
 
     def _note_step(self, steps: StepTracker) -> None:
         if steps.step % STEP_RECORD_EVERY == 1 or steps.phase != self._phase:
@@ -152,6 +177,7 @@ class Controller:
     def touched(self, steps: StepTracker) -> None:
         if self._acting:
             return
+        self._looked = True
         if self.suspended is not None:
             self.resume()
         if self._pending or self._callers:
@@ -169,6 +195,8 @@ class Controller:
             return self.speculative and (self.horizon is None or self.horizon >= layer.max_size)
         if self.plan is not None and layer.kind == "kv" and evicts(self.plan.action):
             return True
+        if self.speculative and layer.kind == "kv" and layer.layout is not None and layer.layout.unit > 1:
+            return True  # rows that were encoded several at a time do not come back as they were
         if self.decider is None or self.budget is None or self.speculative or layer.kind != "kv":
             return False
         if not self.profile(steps).has(ROW_GATHER):
@@ -189,10 +217,11 @@ class Controller:
         if done is None:
             done = _CallerConversion(action, Footprint.of(self._objects(steps)), self._unmerged(steps), [])
             self._callers[steps] = done
-        start = time.perf_counter()
+        start, written = time.perf_counter(), self._written()
         layer.reencode(Layout.both(codec))
         done.layers.append(layer.name)
         done.seconds += time.perf_counter() - start
+        done.written += self._written() - written
 
     def refuse_for_caller(self, steps: StepTracker, layer: ManagedLayer, codec: Affine, why: str) -> None:
         if (layer.name, why) in self._refused:
@@ -234,7 +263,8 @@ class Controller:
             log=self.log.copy(),
             horizon=self.horizon,
             protect=self.protect,
-            disk=self.disk,
+            disk=self.lease,
+            guard=self.guard,
         )
         new.plan = copy.copy(self.plan)
         memo[id(self)] = new
@@ -242,7 +272,8 @@ class Controller:
         new.speculative = self.speculative
         new.probes = dict(self.probes)
         new.evicted_by = self.evicted_by
-        new._phase = self._phase
+        new._phase, new._looked = self._phase, self._looked
+        new._guarded = dict(self._guarded)
         new.log_start(parent=self)
         return new
 
@@ -291,6 +322,7 @@ class Controller:
         if self._acting or not steps.at_boundary:
             self._pending.append(action)
             return None
+        self.resume()
         self._settle(steps)
         self._require_feasible(steps, action)
         return self._execute(steps, action, "caller", None)
@@ -303,6 +335,7 @@ class Controller:
         """
         if self.plan is None:
             return
+        _require_room(self.plan.action, self.protect)
         steps = self.trackers[0]
         self._probe_codecs(steps, self.plan.action)
         verdict = classify([self.plan.action], self.profile(steps), self.probe(steps).layers)[0]
@@ -312,8 +345,23 @@ class Controller:
                 f"plan {self.plan.action} cannot be executed: " + "; ".join(r.text for r in against)
             )
 
+    def protect_more(self, pinned: Pinned) -> None:
+        """Keep these positions too.
+
+        Raises:
+            ActionInfeasibleError: the plan could not be carried out any more; nothing has changed.
+        """
+        if self.plan is not None:
+            _require_room(self.plan.action, (*self.protect, *pinned))
+        self.protect = (*self.protect, *pinned)
+
     def suspend(self) -> int:
-        """Move everything that the layers hold to one file; returns the bytes that this freed."""
+        """Move everything that the layers hold to one file; returns the bytes that this freed.
+
+        Raises:
+            ActionInfeasibleError: there is no disk, or a step is under way.
+            DiskTierError: the file could not be written; everything is as it was.
+        """
         steps = self.trackers[0]
         if self.suspended is not None:
             return 0
@@ -322,14 +370,15 @@ class Controller:
         if not all(t.at_boundary for t in self.trackers):
             raise ActionInfeasibleError("suspend: the model is inside a step; call it between two steps")
         self._settle(steps)
-        start, written = time.perf_counter(), self.disk.bytes_written_total
+        start, written = time.perf_counter(), self._written()
         with self._busy():
             self.suspended = suspend([e for t in self.trackers for e in self._objects(t)], self.disk)
         mx.clear_cache()
+        written = self._count_written(written)
         self.log.write(
             "session.suspended",
             nbytes=self.suspended.block.nbytes,
-            disk_bytes_written=self.disk.bytes_written_total - written,
+            disk_bytes_written=written,
             seconds=time.perf_counter() - start,
         )
         return self.suspended.block.nbytes
@@ -344,8 +393,12 @@ class Controller:
         if suspended is None:
             return
         start = time.perf_counter()
-        with self._busy():
-            suspended.resume()
+        try:
+            with self._busy():
+                suspended.resume()
+        except DiskTierError as error:
+            self._warn("resume_failed", str(error))
+            raise
         self.suspended = None
         self.log.write("session.resumed", nbytes=suspended.block.nbytes, seconds=time.perf_counter() - start)
 
@@ -417,21 +470,45 @@ class Controller:
             except Exception as error:  # whoever asked is long gone, and generation must not break
                 self._warn("pending_action_failed", f"{action}: {type(error).__name__}: {error}")
 
+    def _written(self) -> int:
+        return 0 if self.disk is None else self.disk.bytes_written_total
+
+    def _count_written(self, before: int) -> int:
+        """Bytes written since there were ``before``, counted for the log."""
+        written = self._written() - before
+        if self.disk is not None:
+            self.log.count_disk(written)
+        return written
+
     def _follow_plan(self, steps: StepTracker, plan: StandingPlan, tokens: int) -> None:
-        action = plan.due(tokens)
-        if action is None:
+        looked, self._looked = self._looked, False
+        due = plan.due(tokens, looked)
+        if due is None:
             return
-        plan.acted()
-        self._probe_codecs(steps, action)
-        verdict = self._judge(steps, action)
-        against = [r for r in verdict.reasons if r.code not in _ABOUT_ROWS]
-        if verdict.feasible:
-            try:
+        self._probe_codecs(steps, due)
+        settled: list[Action] = []
+        action = only(due, lambda part: self._now(steps, part, settled))
+        if action is not None:
+            settled += singles(action)
+            with suppress(Exception):  # it is in the log; generation must not break because an action did
                 self._execute(steps, action, "plan", None)
-            except Exception as error:  # generation must not break because an action did
-                self._warn("action_failed", f"{action}: {type(error).__name__}: {error}")
-        elif against:
-            self._refuse(action, "plan", against)
+        plan.tried(settled)
+
+    def _now(self, steps: StepTracker, part: Action, settled: list[Action]) -> bool:
+        """Whether a part of the plan can be carried out. One that never will is refused and added to ``settled``."""
+        reasons = self._judge(steps, part).reasons
+        against = [r for r in reasons if r.code not in _ABOUT_ROWS]
+        if against and part not in settled:
+            settled.append(part)
+            self._refuse(part, "plan", against)
+        elif reasons and part not in self._said and self._would_evict(steps, part):
+            self._said.add(part)
+            self._refuse(part, "plan", reasons)
+        return not reasons
+
+    def _would_evict(self, steps: StepTracker, part: Action) -> bool:
+        rows = max((one.rows for one in self._layers(steps) if one.changeable), default=0)
+        return isinstance(part, Evict) and part.rows_kept(rows) < rows
 
     def _hold_budget(self, beginning: StepTracker, tokens: int, trigger: str) -> None:
         """Predict the bytes after a step of ``tokens`` tokens of one of the models; if they pass the limit, decide.
@@ -485,40 +562,101 @@ class Controller:
             evicted_by=self.evicted_by,
         )
         decider.fit(self.probe(steps).group_size)
-        decision = decider.decide(state, self.profile(steps), trigger)
+        decision = decider.decide(state, self.profile(steps), trigger, self._against)
         if decision.action == Keep():
             return
-        try:
+        with suppress(Exception):  # it is in the log; generation must not break because an action did
             self._execute(steps, decision.action, "policy", decider.number)
-        except Exception as error:  # generation must not break because an action did
-            self._warn("action_failed", f"{decision.action}: {type(error).__name__}: {error}")
+
+    def _against(self, action: Action) -> tuple[Reason, ...]:
+        """Reasons from earlier attempts: the outlier guard lets nothing be done of a codec."""
+        return tuple(
+            reason
+            for part in singles(action)
+            if isinstance(part, Quantize) and (reason := self._guarded.get(part)) is not None
+        )
 
     def _find_profile(self) -> Profile:
         """Figures measured on this model and machine, or the library's own, borrowed."""
         return profile_for(self.models[0])
 
     def _execute(self, steps: StepTracker, action: Action, origin: str, decision: int | None) -> Applied:
+        """Carry out ``action`` and write down what happened, also when it failed.
+
+        Raises whatever :func:`~lumina_cache.apply.execute` does.
+        """
+        asked, written = self._unmerged(steps), self._written()
         try:
             with self._busy():
-                written = 0 if self.disk is None else self.disk.bytes_written_total
-                applied = execute(self._objects(steps), action, pinned=self.protect, disk=self.disk)
-                written = 0 if self.disk is None else self.disk.bytes_written_total - written
-        except ActionInfeasibleError as error:
-            self.log.write(
-                "action.refused",
-                action=str(action),
-                origin=origin,
-                execution_state="backend_infeasible",
-                layers=[],
-                reasons=[Reason("missing_capability", str(error)).to_record()],
-            )
+                applied = execute(
+                    self._objects(steps),
+                    action,
+                    pinned=self.protect,
+                    disk=self.disk,
+                    guard=self._guard_of(steps),
+                )
+            self._require_something(action, applied)
+        except Exception as error:
+            self._count_written(written)
+            self._record_failed(steps, action, origin, error, asked)
             raise
+        written = self._count_written(written)
         for part in singles(action):
             if isinstance(part, Evict) and applied.rows_after < applied.rows_before:
                 self.evicted_by = part.scorer
         self._record_applied(steps, applied, origin, decision, written)
         self._slack = -1
         return applied
+
+    def _guard_of(self, steps: StepTracker) -> Guard | None:
+        if self.guard is None:
+            return None
+
+        def can(action: Quantize) -> bool:
+            self._probe_codecs(steps, action)
+            profile = self.profile(steps)
+            return all(profile.has(c) for c in action.requires)
+
+        return Guard(self.guard, can)
+
+    def _require_something(self, action: Action, applied: Applied) -> None:
+        """Refuse an action that the outlier guard left nothing of, so that it is not chosen again.
+
+        Raises:
+            ActionInfeasibleError: nothing was changed.
+        """
+        if not applied.guarded or applied.layers_changed:
+            return
+        text = (
+            f"the rows of every layer would be spoiled (predicted noise above {self.guard} of their variance along "
+            "the tokens); take a codec that bears outliers, such as kivi or hadamard, or LuminaCache(guard=False)"
+        )
+        for part in singles(action):
+            if isinstance(part, Quantize):
+                self._guarded[part] = Reason("outliers", text)
+        raise ActionInfeasibleError(f"{action}: {text}")
+
+    def _record_failed(
+        self, steps: StepTracker, action: Action, origin: str, error: Exception, asked: tuple[Held, ...]
+    ) -> None:
+        changed = [b.name for a, b in zip(asked, self._unmerged(steps), strict=True) if a != b]
+        if changed:
+            self._slack = -1
+            self._warn(
+                "action_incomplete",
+                f"{action} ({origin}): {type(error).__name__}: {error}; changed before that: {', '.join(changed)}",
+            )
+        elif isinstance(error, ActionInfeasibleError):
+            self._refuse(action, origin, [Reason(self._code(action), str(error))])
+        elif isinstance(error, DiskTierError):
+            self._refuse(action, origin, [Reason("disk", str(error))])
+        else:
+            self._warn("action_failed", f"{action} ({origin}): {type(error).__name__}: {error}")
+
+    def _code(self, action: Action) -> str:
+        """Why a feasible action was not carried out after all."""
+        guarded = any(isinstance(part, Quantize) and part in self._guarded for part in singles(action))
+        return "outliers" if guarded else "protected_rows"
 
     def _require_feasible(self, steps: StepTracker, action: Action) -> None:
         self._probe_codecs(steps, action)
@@ -532,13 +670,15 @@ class Controller:
 
     def _judge(self, steps: StepTracker, action: Action) -> Verdict:
         layers = self._layers(steps)
-        return classify(
+        [verdict] = classify(
             [action],
             self.profile(steps),
             layers,
             rows_must_stay=self.speculative,
-            pinned=held_within(self.protect, layers),
-        )[0]
+            pinned=_held_within(self.protect, layers, action),
+        )
+        why = why_not_protected(self._objects(steps), action, self.protect) if verdict.feasible else None
+        return verdict if why is None else Verdict(action, (Reason("protected_rows", why),))
 
     def _refuse(self, action: Action, origin: str, reasons: Iterable[Reason]) -> None:
         self.log.write(
@@ -605,6 +745,7 @@ class Controller:
             rows_after=applied.rows_after,
             **_histories(steps),
             disk_bytes_written=written,
+            guarded=dict(applied.guarded),
             predicted_live=applied.predicted_live,
             predicted_allocated=applied.predicted_allocated,
             before=asdict(applied.before),
@@ -629,7 +770,8 @@ class Controller:
             rows_before=rows,
             rows_after=rows,
             **_histories(steps),
-            disk_bytes_written=0,
+            disk_bytes_written=done.written,
+            guarded={},
             predicted_live=nbytes_live(predicted),
             predicted_allocated=nbytes_allocated(predicted),
             before=asdict(done.before),
@@ -676,6 +818,44 @@ _NO_DISK = Outcome(False, "this cache was given no disk; LuminaCache(…, disk=T
 _ABOUT_ROWS = ("too_few_rows", "nothing_to_change")
 
 
+def _held_within(pinned: Pinned, layers: tuple[Held, ...], action: Action | None = None) -> int:
+    """Rows that ``pinned`` keeps, of those seen so far, beside the first and last ones that ``action`` keeps."""
+    seen = max((one.offset for one in layers if one.changeable), default=0)
+    evictions = [] if action is None else [part for part in singles(action) if isinstance(part, Evict)]
+    first = min((part.sinks for part in evictions), default=DEFAULT_SINKS)
+    last = seen - min((part.recent for part in evictions), default=0)
+    return _covered((max(first, start), min(end, last)) for start, end in pinned)
+
+
+def _covered(ranges: Iterable[tuple[int, int]]) -> int:
+    """Positions in at least one of the ranges (first, end)."""
+    total = reached = 0
+    for first, end in sorted(ranges):
+        total += max(0, end - max(first, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _require_room(plan: Action, pinned: Pinned) -> None:
+    """Raises ActionInfeasibleError if an eviction of ``plan`` to a number of rows can never keep what is protected."""
+    for part in singles(plan):
+        if isinstance(part, Evict) and part.rows is not None:
+            protected = _covered([*pinned, (0, part.sinks)]) + part.recent
+            if protected >= part.rows:
+                raise ActionInfeasibleError(
+                    f"plan {plan} cannot be executed: {part.rows} rows leave no choice beside {protected} protected "
+                    "ones; keep more rows, or protect fewer"
+                )
+
+
+def _end(log: AuditLog, disk: Lease | None) -> None:
+    """A cache is closed, or gone."""
+    against = None if disk is None else disk.give_up()
+    if against is not None:
+        log.write("warning", code="disk_not_cleared", text=str(against))
+    log.end()
+
+
 def _histories(steps: StepTracker) -> dict[str, Any]:
     """What was done to the rows of any layer for good."""
     all_of_them = [layer.history for layer in steps.layers]
@@ -702,12 +882,12 @@ def _shapes(layers: tuple[Held, ...]) -> list[dict[str, int | str]]:
     ]
 
 
-def smallest_budget(probe: ModelProbe, codecs: Iterable[Quantize] = ()) -> int:
+def smallest_budget(probe: ModelProbe, codecs: Iterable[Quantize] = (), pinned: int = 0) -> int:
     """Fewest bytes that this model's cache can be held in from the first token on, for any number of tokens.
 
     Two needs: the first token, for which mlx-lm allocates a whole growth step of dense rows; and the steady state,
     :data:`FEWEST_ROWS` rows per layer in the smallest feasible codec, with sliding windows and attention chunks full and
-    recurrent state counted.
+    recurrent state counted. ``pinned`` rows that must stay come on top of those.
 
     Args:
         codecs: those that whoever decides would choose among.
@@ -728,7 +908,7 @@ def smallest_budget(probe: ModelProbe, codecs: Iterable[Quantize] = ()) -> int:
                 f"{profile.model_type}: no budget can be held, because rows cannot be evicted: {outcome.reason}"
             )
     first = nbytes_allocated(after_append((emptied(one) for one in probe.layers), 1))
-    steady = [_at_least(one) for one in probe.layers]
+    steady = [_at_least(one, FEWEST_ROWS + pinned) for one in probe.layers]
     feasible = [v.action for v in classify([Keep(), *codecs], profile, steady) if v.feasible]
     return max(first, min(nbytes_allocated(after_append(after_action(steady, plan), 1)) for plan in feasible))
 
@@ -737,8 +917,8 @@ def smallest_budget(probe: ModelProbe, codecs: Iterable[Quantize] = ()) -> int:
 _GROWING = ("kv", "concatenate", "quantized")
 
 
-def _at_least(held: Held) -> Held:
+def _at_least(held: Held, fewest: int) -> Held:
     if held.kind in ("not_kv", "opaque") or held.key_width == 0:
         return held
-    rows = FEWEST_ROWS if held.kind in _GROWING else held.max_size
+    rows = fewest if held.kind in _GROWING else held.max_size
     return replace(held, rows=rows, capacity=rows, offset=rows)

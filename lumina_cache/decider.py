@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .actions import ACTION_SPACE_VERSION, Evict, Keep, Quantize
+from .actions import ACTION_SPACE_VERSION, Action, Evict, Keep, Quantize
 from .audit import AuditLog
 from .backend.capabilities import BackendProfile
+from .backend.feasibility import Reason
 from .policy import (
     Candidate,
     Decision,
@@ -81,8 +82,18 @@ class Decider:
         """``machine`` is in the log already."""
         self._signs = signs_of(machine)
 
-    def decide(self, state: State, backend: BackendProfile, trigger: str) -> Decision:
-        """Ask the policy; what it may not do becomes keeping everything, with a warning."""
+    def decide(
+        self,
+        state: State,
+        backend: BackendProfile,
+        trigger: str,
+        against: Callable[[Action], tuple[Reason, ...]] = lambda action: (),
+    ) -> Decision:
+        """Ask the policy; what it may not do becomes keeping everything, with a warning.
+
+        Args:
+            against: more reasons against an action than the classifier knows of.
+        """
         start = time.perf_counter()
         machine = self.machine
         state = replace(
@@ -92,7 +103,10 @@ class Decider:
             weights=price_of_time(machine, self.weights),
             machine=None if machine is None else machine.to_record(),
         )
-        candidates = self._candidates(state, backend)
+        candidates = tuple(
+            replace(c, reasons=c.reasons + more) if (more := against(c.action)) else c
+            for c in self._candidates(state, backend)
+        )
         decision = self._ask(state, candidates)
         chosen = next((c for c in candidates if c.action == decision.action), None)
         if chosen is None or not chosen.feasible:

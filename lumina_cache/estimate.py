@@ -73,6 +73,7 @@ class Held:
     tail: int = 0  #: rows at the end that are not sealed yet and stay dense; part of ``rows``
     tail_capacity: int = 0  #: rows allocated for them
     on_disk: int = 0  #: rows at the front whose only copy is in a file; part of ``rows``
+    head: int = 0  #: first rows that stay dense; part of ``rows``
     evicted: bool = False  #: whether rows were dropped by an action
     max_size: int = 0  #: sliding window, or attention chunk of a chunked layer (rows)
     keep: int = 0  #: rows a sliding window never drops
@@ -93,8 +94,8 @@ class Held:
 
     @property
     def sealed(self) -> int:
-        """Rows in memory that are not in the dense tail."""
-        return self.rows - self.tail - self.on_disk
+        """Rows in memory that are neither in the dense head nor in the dense tail."""
+        return self.rows - self.head - self.tail - self.on_disk
 
     @property
     def key_dim(self) -> int:
@@ -113,14 +114,22 @@ LANE_KINDS = ("rotating", "chunked")
 
 def applies(held: Held, part: Action) -> bool:
     """Whether a single action changes the storage of a layer like this."""
-    if isinstance(part, Quantize) and held.kind in LANE_KINDS and held.rows > 0:
+    if held.rows == 0 or isinstance(part, Keep):
+        return False
+    if not isinstance(part, Quantize):
+        return held.changeable
+    if part.layout is not None and part.layout == held.layout:
+        return False  # decoding codes and encoding them again would only add an error
+    if held.kind in LANE_KINDS:
         return part.layout is not None and part.layout.row_by_row
-    return held.changeable and not isinstance(part, Keep)
+    return held.changeable
 
 
 def emptied(held: Held) -> Held:
     """The same layer before its first token; recurrent state is there from the first token on and stays counted."""
-    return replace(held, rows=0, capacity=0, offset=0, tail=0, tail_capacity=0, on_disk=0, evicted=False)
+    return replace(
+        held, rows=0, capacity=0, offset=0, tail=0, tail_capacity=0, on_disk=0, head=0, evicted=False
+    )
 
 
 def merge_equal(layers: Iterable[Held]) -> tuple[Held, ...]:
@@ -147,7 +156,11 @@ def nbytes_allocated(layers: Iterable[Held]) -> int:
     """Bytes of the arrays as allocated, slack included; rows on disk are not in memory and count nothing."""
     return sum(
         one.count
-        * (one.capacity * row_nbytes(one) + one.tail_capacity * dense_row_nbytes(one) + _other_nbytes(one))
+        * (
+            one.capacity * row_nbytes(one)
+            + (one.head + one.tail_capacity) * dense_row_nbytes(one)
+            + _other_nbytes(one)
+        )
         for one in layers
     )
 
@@ -155,7 +168,8 @@ def nbytes_allocated(layers: Iterable[Held]) -> int:
 def nbytes_live(layers: Iterable[Held]) -> int:
     """Bytes of the rows held in memory, without slack."""
     return sum(
-        one.count * (one.sealed * row_nbytes(one) + one.tail * dense_row_nbytes(one) + _other_nbytes(one))
+        one.count
+        * (one.sealed * row_nbytes(one) + (one.head + one.tail) * dense_row_nbytes(one) + _other_nbytes(one))
         for one in layers
     )
 
@@ -192,7 +206,8 @@ def _appended(held: Held, n: int) -> Held:
         capacity = grown_capacity(held.rows, held.capacity, n)
         return replace(held, rows=held.rows + n, capacity=capacity, offset=offset)
     if held.kind != "rotating":
-        tail = held.tail + n
+        first = min(n, held.layout.sinks - held.head) if held.rows == held.head < held.layout.sinks else 0
+        tail = held.tail + n - first
         sealed = held.layout.sealable(tail)
         capacity = grown_capacity(held.sealed, held.capacity, sealed)
         return replace(
@@ -202,6 +217,7 @@ def _appended(held: Held, n: int) -> Held:
             offset=offset,
             tail=tail - sealed,
             tail_capacity=held.layout.tail_capacity,
+            head=held.head + first,
         )
     if n > 1:
         dropped = max(0, held.rows - held.max_size + 1)
@@ -304,7 +320,7 @@ def rows_to_disk(action: Offload, sealed: int, block: int) -> int:
 
 def _on_disk(held: Held, rows: int) -> Held:
     """The same sealed rows with the oldest ``rows`` of them in a file, and no slack."""
-    return replace(held, on_disk=rows, capacity=held.rows - held.tail - rows)
+    return replace(held, on_disk=rows, capacity=held.rows - held.head - held.tail - rows)
 
 
 def _evicted(held: Held, action: Evict, pinned: Pinned) -> Held:
@@ -312,9 +328,10 @@ def _evicted(held: Held, action: Evict, pinned: Pinned) -> Held:
     if kept == held.rows:
         return held
     tail, sealed = kept_of(held, kept, action.sinks, pinned)
-    if tail + sealed == held.rows:
+    rows = held.head + sealed + tail
+    if rows == held.rows:
         return held
-    after = replace(held, rows=sealed + tail, tail=tail, on_disk=0, capacity=sealed, evicted=True)
+    after = replace(held, rows=rows, tail=tail, on_disk=0, capacity=sealed, evicted=True)
     if held.on_disk == 0:
         return after
     share = held.on_disk / (held.on_disk + held.sealed)
@@ -336,10 +353,14 @@ def split_kept(kept: int, rows: int, tail: int, block: int, guarded: int = 0) ->
     return (in_tail, sealed) if in_tail + sealed else (0, block)
 
 
-def guarded_rows(sinks: int, pinned: Pinned, sealed_to: int, block: int) -> int:
-    """Sealed rows that must not be evicted: whole blocks that sinks or pinned positions below ``sealed_to`` lie in."""
+def guarded_rows(sinks: int, pinned: Pinned, sealed_to: int, block: int, head: int = 0) -> int:
+    """Sealed rows that must not be evicted: whole blocks that sinks or pinned positions below ``sealed_to`` lie in.
+
+    Blocks are counted from position ``head`` on, where sealed rows begin.
+    """
     blocks: set[int] = set()
-    for first, end in ((0, sinks), *pinned):
+    sealed_to -= head
+    for first, end in ((max(0, a - head), b - head) for a, b in ((0, sinks), *pinned)):
         if first < min(end, sealed_to):
             blocks.update(range(first // block, whole_blocks(min(end, sealed_to), block) // block))
     return len(blocks) * block
@@ -357,22 +378,24 @@ def whole_blocks(rows: int, block: int) -> int:
 
 
 def kept_of(held: Held, kept: int, sinks: int, pinned: Pinned) -> tuple[int, int]:
-    """Of ``kept`` rows of this layer, how many are of the dense tail and how many sealed ones."""
-    block = held.layout.block
-    guarded = guarded_rows(sinks, pinned, held.offset - held.tail, block)
-    return split_kept(kept, held.rows, held.tail, block, guarded)
+    """:func:`split_kept` for what a layer holds, with its blocks of sinks and pinned rows guarded; the head stays."""
+    block, head = held.layout.block, held.head
+    guarded = guarded_rows(sinks, pinned, held.offset - held.tail, block, head)
+    return split_kept(max(0, kept - head), held.rows - head, held.tail, block, guarded)
 
 
 def _reencoded(held: Held, layout: Layout) -> Held:
     if held.kind in LANE_KINDS:
         return replace(held, layout=layout)
-    sealed = layout.sealable(held.rows)
+    head = min(layout.sinks, held.rows)
+    sealed = layout.sealable(held.rows - head)
     after = replace(
         held,
         layout=layout,
         on_disk=0,
         capacity=sealed,
-        tail=held.rows - sealed,
+        head=head,
+        tail=held.rows - head - sealed,
         tail_capacity=layout.tail_capacity,
     )
     if held.on_disk == 0:
@@ -523,4 +546,4 @@ def most_rows_within(
 
 def _cut_to(held: Held, rows: int) -> Held:
     tail, sealed = kept_of(held, rows, DEFAULT_SINKS, ())
-    return replace(held, rows=tail + sealed, capacity=sealed, tail=tail, on_disk=0)
+    return replace(held, rows=held.head + tail + sealed, capacity=sealed, tail=tail, on_disk=0)

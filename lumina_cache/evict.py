@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 
-from .actions import Evict
-from .estimate import guarded_rows, split_kept
+from .actions import Action, Evict
+from .estimate import Held, after_action, guarded_rows, kept_of, split_kept
 from .layers import KVCache
 from .rows import Pinned
 from .scorers import SCORERS, Scorer, protected_rows, select
 
-__all__ = ["Pinned", "evict", "scorer_of"]
+__all__ = ["Pinned", "evict", "scorer_of", "would_lose"]
 
 
 def scorer_of(action: Evict) -> Scorer:
@@ -21,6 +22,41 @@ def scorer_of(action: Evict) -> Scorer:
     scorer = SCORERS[action.scorer]()
     drawn = {"seed": action.seed} if "seed" in scorer.__dataclass_fields__ else {}
     return replace(scorer, **drawn)
+
+
+def would_lose(layer: KVCache, held: Held, parts: Sequence[Action], pinned: Pinned) -> str | None:
+    """Why ``parts``, carried out one after the other, would evict a row that must stay; None if they do not.
+
+    Looks as far as the first eviction: a second one has its own positions, known only when it is its turn.
+
+    Args:
+        held: ``layer`` in numbers.
+        pinned: ranges whose rows stay, beside the action's own first and last ones.
+    """
+    for part in parts:
+        if isinstance(part, Evict):
+            return _too_many(layer, held, part, pinned)
+        [held] = after_action([held], part, pinned)
+    return None
+
+
+def _too_many(layer: KVCache, held: Held, action: Evict, pinned: Pinned) -> str | None:
+    kept = action.rows_kept(held.rows)
+    if kept == held.rows:
+        return None
+    kept_tail, kept_sealed = kept_of(held, kept, action.sinks, pinned)
+    stay = np.array(protected_rows(mx.array(layer.positions()), action.sinks, action.recent, pinned))
+    head, sealed, block = held.head, held.rows - held.tail, held.layout.block
+    cut = stay[..., head:sealed].reshape(*stay.shape[:-1], (sealed - head) // block, block)
+    blocks = int(cut.any(axis=-1).sum(axis=-1).max(initial=0))
+    in_tail = int(stay[..., sealed:].sum(axis=-1).max(initial=0))
+    if blocks * block <= kept_sealed and in_tail <= kept_tail:
+        return None
+    protected = int(stay.sum(axis=-1).max())
+    text = f"{action} keeps {kept} of {held.rows} rows in {layer.name}, where {protected} are protected"
+    if block > 1:
+        text += f" in {blocks} blocks of {block} rows, {kept_sealed // block} of which would stay"
+    return text
 
 
 def evict(layer: KVCache, action: Evict, pinned: Pinned = ()) -> None:
@@ -38,9 +74,9 @@ def evict(layer: KVCache, action: Evict, pinned: Pinned = ()) -> None:
 def _chosen(layer: KVCache, action: Evict, kept: int, pinned: Pinned) -> tuple[np.ndarray, np.ndarray]:
     """Blocks of sealed rows and rows of the tail that stay, as :meth:`KVCache.gather` takes them."""
     store = layer.own_store()
-    block, tail = store.layout.block, store.tail
-    guarded = guarded_rows(action.sinks, pinned, int(layer.offset) - tail, block)
-    kept_tail, kept_sealed = split_kept(kept, layer.rows, tail, block, guarded)
+    block, head, tail = store.layout.block, store.head, store.tail
+    guarded = guarded_rows(action.sinks, pinned, int(layer.offset) - tail, block, head)
+    kept_tail, kept_sealed = split_kept(max(0, kept - head), layer.rows - head, tail, block, guarded)
     scorer = scorer_of(action)
     keys, values = store.dense() if scorer.reads_rows else (None, None)
     positions = _positions(layer, keys)
@@ -49,9 +85,9 @@ def _chosen(layer: KVCache, action: Evict, kept: int, pinned: Pinned) -> tuple[n
     sealed = layer.rows - tail
     # As sealed rows are kept in whole blocks, a block that is protected in part stays whole if there is room for it.
     blocks = select(
-        _best(scores[..., :sealed], block),
+        _best(scores[..., head:sealed], block),
         kept_sealed // block,
-        _best(stay[..., :sealed].astype(mx.int32), block) > 0,
+        _best(stay[..., head:sealed].astype(mx.int32), block) > 0,
     )
     in_tail = select(scores[..., sealed:], kept_tail, stay[..., sealed:])
     mx.eval(blocks, in_tail)

@@ -22,7 +22,7 @@ from mlx_lm.models.base import create_causal_mask
 
 from .codecs import Affine, Layout
 from .codecs.base import Encoded, encoded_nbytes
-from .errors import UnsupportedCacheError
+from .errors import DiskTierError, UnsupportedCacheError
 from .lanes import Lanes
 from .rows import DiskRows, RowStore, drift, shapes_of
 from .steps import StepTracker
@@ -83,6 +83,7 @@ class Storage:
     tail: int = 0
     disk: DiskRows | None = None
     shapes: Any = None
+    head: int = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Storage:
         return self
@@ -105,6 +106,8 @@ class ManagedLayer:
     # Class-level defaults: mlx-lm's ``from_state`` builds objects without calling ``__init__``.
     _steps: StepTracker | None = None
     _seen: int = 0
+    #: Whether the arrays were let go of, and are kept elsewhere.
+    _away: bool = False
     name: str = "layer ?"  #: "layer 3", or "layer 3.1" for the second leaf of a nested cache
     history: History = History()
 
@@ -158,6 +161,10 @@ class ManagedLayer:
         """Whether exactly ``n`` tokens can be taken back."""
         return False
 
+    def takes_back(self, n: int) -> bool:
+        """Whether the newest ``n`` rows can be dropped such that nothing tells that they were there."""
+        return self.can_trim(n)
+
     def is_trimmable(self) -> bool:
         self._touch()
         return self.trimmable and (self._steps is None or not self._steps.rows_may_go(self))
@@ -186,6 +193,10 @@ class ManagedLayer:
 
     def let_go(self) -> None:
         """Drop every array, for a state that is kept elsewhere; what is not an array stays."""
+        self._drop_arrays()
+        self._away = True
+
+    def _drop_arrays(self) -> None:
         raise NotImplementedError
 
     def _touch(self) -> None:
@@ -194,6 +205,7 @@ class ManagedLayer:
 
     def _replaced(self) -> None:
         """The layer's rows were set from outside."""
+        self._away = False
         if self._steps is not None:
             self._steps.on_replaced()
 
@@ -245,7 +257,7 @@ class RowLayer(ManagedLayer):
             self._steps.on_read()
         return self._fetch()
 
-    def let_go(self) -> None:
+    def _drop_arrays(self) -> None:
         self.keys = self.values = None
 
     def _append(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
@@ -374,7 +386,8 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         dense = encoded_nbytes([a for a in (store.tail_keys, store.tail_values) if a is not None])
         sealed = encoded_nbytes((*(store.keys or ()), *(store.values or ())))
         live = sealed // store.capacity * store.sealed if store.capacity else 0
-        return live + (dense // tails * store.tail if tails else 0)
+        head = encoded_nbytes([a for a in (store.head_keys, store.head_values) if a is not None])
+        return live + head + (dense // tails * store.tail if tails else 0)
 
     def positions(self) -> np.ndarray:
         """Absolute positions int32 of the rows held, ascending: (T,), or (B, H, T) where heads keep different ones."""
@@ -388,13 +401,37 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         if self.store is None:
             return super()._append(keys, values)
         if self.store.disk is not None:
-            # The rows of the layers before this one are let go before those of this one are read.
-            mx.eval(keys, values)
+            return self._append_behind_disk(self.store, keys, values)
         self.offset += keys.shape[2]
         return self.store.append(keys, values)
 
+    def _append_behind_disk(self, store: RowStore, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """As :meth:`_append`; if the rows on disk cannot be read, the layer and those before it are as they were."""
+        # The rows of the layers before this one are let go before those of this one are read.
+        mx.eval(keys, values)
+        before = replace(store)
+        try:
+            fetched = store.append(keys, values)
+        except DiskTierError as error:
+            self.store = before
+            if self._steps is not None:
+                self._steps.on_failed(self, keys.shape[2], error)
+            raise
+        self.offset += keys.shape[2]
+        return fetched
+
     def _fetch(self) -> tuple[Any, Any]:
         return super()._fetch() if self.store is None else self.store.fetch()
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        steps = self._steps
+        inside = steps is not None and not steps.at_boundary
+        try:
+            return super().keys_and_values()
+        except DiskTierError as error:
+            if steps is not None and inside:
+                steps.on_failed(None, steps.tokens, error)
+            raise
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         if self._steps is not None:
@@ -438,9 +475,13 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         if self.keys is not None or self.on_disk:
             disk = None if self.store is None else self.store.disk
             share = self.on_disk / max(1, self.rows)
-            keys, values = self._dense()
+            keys, values = self.dense_rows()
             store = RowStore.holding(layout, keys, values)
-            drifts = drift(layout.keys, store.keys, keys), drift(layout.values, store.values, values)
+            head = store.head
+            drifts = (
+                drift(layout.keys, store.keys, keys[:, :, head:]),
+                drift(layout.values, store.values, values[:, :, head:]),
+            )
             if disk is not None:
                 store.offload(disk.store, round(share * store.sealed))
         self._take(store)
@@ -449,7 +490,7 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
             self.history = replace(self.history, lowest_bits=lowest)
         return drifts
 
-    def _dense(self) -> tuple[mx.array, mx.array]:
+    def dense_rows(self) -> tuple[mx.array, mx.array]:
         """All rows as dense arrays (B, H, T, D)."""
         if self.store is not None:
             return self.store.dense()
@@ -469,34 +510,37 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         return self.store
 
     def gather(self, index: np.ndarray, tail: np.ndarray | None = None) -> None:
-        """Keep only some of the rows; the codes of kept rows do not change.
+        """Keep only some of the rows, those of the dense head among them; the codes of kept rows do not change.
 
         Args:
-            index: blocks of sealed rows to keep (n,) or (B, H, n) int32, ascending; row numbers where rows are sealed
-                one by one.
+            index: blocks of sealed rows to keep (n,) or (B, H, n) int32, ascending, counted from the first sealed row;
+                row numbers where rows are sealed one by one.
             tail: rows of the dense tail to keep, (m,) or (B, H, m); None for all of them.
         """
         before, positions = self.rows, self.positions()
         store = self.own_store()
-        block, sealed = store.layout.block, store.on_disk + store.sealed
+        block, head, sealed = store.layout.block, store.head, store.on_disk + store.sealed
         kept_tail = np.arange(store.tail, dtype=np.int32) if tail is None else tail
         rows = index if block == 1 else _rows_of_blocks(index, block)
-        shape = rows.shape[:-1] or kept_tail.shape[:-1]
+        shape = rows.shape[:-1] or kept_tail.shape[:-1] or positions.shape[:-1]
         kept = np.concatenate(
             [
-                np.broadcast_to(rows, (*shape, rows.shape[-1])),
-                np.broadcast_to(kept_tail + sealed, (*shape, kept_tail.shape[-1])),
+                np.broadcast_to(np.arange(head, dtype=np.int32), (*shape, head)),
+                np.broadcast_to(rows + head, (*shape, rows.shape[-1])),
+                np.broadcast_to(kept_tail + head + sealed, (*shape, kept_tail.shape[-1])),
             ],
             axis=-1,
         )
         if kept.shape[-1] == before:
             return
-        store.gather(_per_head(index), _per_head(kept_tail))
+        to_disk = store.gather(_per_head(index), _per_head(kept_tail))
         if positions.ndim == 1:
             positions = np.broadcast_to(positions, (*shape, before))
         self._kept = np.take_along_axis(positions, kept, axis=-1)
         self._dropped = int(self.offset) - kept.shape[-1]
         self.history = replace(self.history, evicted=self.history.evicted + before - kept.shape[-1])
+        if to_disk is not None:
+            store.offload(*to_disk)
 
     def compact(self) -> None:
         """Cut the allocation down to the live rows."""
@@ -534,8 +578,11 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
             else:
                 self.__dict__.pop(field, None)
 
-    def let_go(self) -> None:
+    def _drop_arrays(self) -> None:
         self._take(None)
+
+    def takes_back(self, n: int) -> bool:
+        return self.store is None or self.store.layout.unit == 1 or n <= self.store.tail
 
     def _trim_rows(self, n: int) -> None:
         if self.store is not None:
@@ -543,7 +590,7 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         self.offset -= n
 
     def empty(self) -> bool:
-        return self.keys is None and self.on_disk == 0
+        return self.rows == 0 and self.keys is None
 
     @property
     def trimmable(self) -> bool:
@@ -564,6 +611,7 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
             store.tail,
             store.disk,
             store.shapes,
+            store.head,
         )
         return store.key_arrays, store.value_arrays, self.offset, how
 
@@ -604,20 +652,30 @@ def _per_head(index: np.ndarray) -> mx.array:
 
 
 def _store_of(how: Storage, keys: Encoded, values: Encoded) -> RowStore:
-    has_tail = how.layout.unit > 1 and len(keys) > 0
-    split = len(keys) - has_tail
+    sealed_keys, tail_keys, head_keys = _split(how, keys)
+    sealed_values, tail_values, head_values = _split(how, values)
     return RowStore(
         how.layout,
         how.dtype,
-        tuple(keys[:split]) or None,
-        tuple(values[: len(values) - has_tail]) or None,
+        sealed_keys,
+        sealed_values,
         how.sealed,
-        keys[split] if has_tail else None,
-        values[len(values) - 1] if has_tail else None,
+        tail_keys,
+        tail_values,
         how.tail,
         how.disk,
         how.shapes,
+        head_keys,
+        head_values,
     )
+
+
+def _split(how: Storage, arrays: Encoded) -> tuple[Encoded | None, mx.array | None, mx.array | None]:
+    """One side's arrays as ``RowStore`` lists them: sealed ones, the tail, the head."""
+    rest = list(arrays)
+    head = rest.pop() if how.head else None
+    tail = rest.pop() if how.layout.unit > 1 and rest else None
+    return tuple(rest) or None, tail, head
 
 
 class _LaneLayer(RowLayer):
@@ -673,8 +731,7 @@ class _LaneLayer(RowLayer):
 
     def reencode(self, layout: Layout) -> tuple[float | None, float | None]:
         """As for :class:`KVCache`, with codecs that encode row by row and are decoded on fetch."""
-        old = self.lanes
-        keys, values = (self.keys, self.values) if old is None else old.buffers()
+        keys, values = self._buffers()
         lanes = Lanes.holding(layout, self._bare(), keys, values)
         drifts: tuple[float | None, float | None] = (None, None)
         if keys is not None and values is not None:
@@ -686,6 +743,15 @@ class _LaneLayer(RowLayer):
             lowest = min(layout.bits, self.history.lowest_bits or layout.bits)
             self.history = replace(self.history, lowest_bits=lowest)
         return drifts
+
+    def dense_rows(self) -> tuple[mx.array, mx.array]:
+        """The rows held, decoded, (B, H, T, D) each, in the order in which they lie."""
+        keys, values = self._buffers()
+        return keys[:, :, : self.rows], values[:, :, : self.rows]
+
+    def _buffers(self) -> tuple[Any, Any]:
+        """The whole buffers, decoded; None before the first row."""
+        return (self.keys, self.values) if self.lanes is None else self.lanes.buffers()
 
     def _set_rows(self, keys: Any, values: Any, rest: list[Storage]) -> None:
         """Rows from a ``state``, as they are or, with a :class:`Storage`, encoded."""
@@ -703,7 +769,7 @@ class _LaneLayer(RowLayer):
     def _storage(self, lanes: Lanes) -> Storage:
         return Storage(lanes.layout, lanes.dtype, self.history, shapes=lanes.shapes)
 
-    def let_go(self) -> None:
+    def _drop_arrays(self) -> None:
         self.lanes = None
         self.keys = self.values = None
 
@@ -787,6 +853,8 @@ class ChunkedKVCache(_LaneLayer, stock.ChunkedKVCache):  # type: ignore[misc]
         return 0 if self.keys is None else int(self.offset - self.start_position)
 
     def maybe_trim_front(self) -> None:
+        if self._away:  # llama4 does this before it asks for a mask
+            self._touch()
         if self.lanes is None:
             stock.ChunkedKVCache.maybe_trim_front(self)
         else:
@@ -910,8 +978,13 @@ class ArraysCache(ManagedLayer, stock.ArraysCache):  # type: ignore[misc]
     def nbytes_live(self) -> int:
         return self.nbytes_allocated
 
-    def let_go(self) -> None:
+    def _drop_arrays(self) -> None:
         self.cache = [None] * len(self.cache)
+
+    def __getitem__(self, index: int) -> Any:
+        if self._away:  # some recurrent models ask for nothing but this
+            self._touch()
+        return self.cache[index]
 
     def make_mask(self, N: int) -> Any:
         if self._steps is not None:

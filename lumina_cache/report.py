@@ -35,7 +35,13 @@ def describe(record: Mapping[str, Any]) -> str:
         case "session.started":
             budget = "no budget" if r["budget"] is None else f"budget {format_bytes(r['budget'])}"
             kinds = ", ".join(f"{n} {kind}" for kind, n in r["model"].get("kinds", {}).items())
-            return f"session started: {r['model']['model_type']} ({kinds}), {budget}, policy {r['policy'] or 'none'}"
+            plan = "" if r["plan"] is None else f", plan {r['plan']}"
+            spans = ", ".join(f"{first}-{end - 1}" for first, end in r["protect"])
+            kept = f", positions {spans} protected" if spans else ""
+            return (
+                f"session started: {r['model']['model_type']} ({kinds}), {budget}, policy {r['policy'] or 'none'}"
+                f"{plan}{kept}"
+            )
         case "step":
             return (
                 f"step {r['step']} ({r['phase']}, {r['tokens_step']} tokens): {r['rows']} rows, offset {r['offset']}, "
@@ -52,10 +58,14 @@ def describe(record: Mapping[str, Any]) -> str:
             return (
                 f"applied {r['action']} ({r['origin']}): {r['rows_before']} → {r['rows_after']} rows, "
                 f"{format_bytes(before)} → {format_bytes(after)} allocated, {len(r['layers_changed'])} layers, "
-                f"{r['seconds']:.2f} s"
+                f"{r['seconds']:.2f} s{_more(r)}"
             )
         case "action.refused":
             return f"refused {r['action']} ({r['origin']}): " + "; ".join(x["text"] for x in r["reasons"])
+        case "session.suspended":
+            return f"suspended: {format_bytes(r['nbytes'])} moved to a file, {r['seconds']:.2f} s"
+        case "session.resumed":
+            return f"resumed: {format_bytes(r['nbytes'])} read back, {r['seconds']:.2f} s"
         case "warning":
             return f"warning {r['code']}: {r['text']}"
         case "telemetry":
@@ -66,5 +76,20 @@ def describe(record: Mapping[str, Any]) -> str:
             return (
                 f"session ended: {r['steps_total']} steps, {r['tokens_total']} tokens, {r['decisions_total']} decisions, "
                 f"{r['actions_total']} actions, {r['refusals_total']} refusals"
+                + (
+                    ""
+                    if (w := r["disk_bytes_written_total"]) is None
+                    else f", {format_bytes(w)} written to disk"
+                )
             )
     return str(r["event"])
+
+
+def _more(applied: Mapping[str, Any]) -> str:
+    """What is not the same of every action."""
+    written, guarded = applied["disk_bytes_written"], applied["guarded"]
+    more = f", {format_bytes(written)} written to disk" if written else ""
+    for done in dict.fromkeys(guarded.values()):
+        names = [name for name, what in guarded.items() if what == done]
+        more += f"; guarded, {done}: {', '.join(names)}"
+    return more

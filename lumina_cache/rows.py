@@ -61,7 +61,7 @@ class DiskRows:
 
 @dataclass
 class RowStore:
-    """Rows (B, H, T, D): those on disk, sealed ones in buffers that grow by steps, and the dense tail."""
+    """Rows (B, H, T, D) in this order: the dense head, those on disk, sealed ones in growing buffers, the dense tail."""
 
     layout: Layout
     dtype: mx.Dtype | None = None  #: of dense rows; None before the first row
@@ -74,9 +74,11 @@ class RowStore:
     disk: DiskRows | None = None
     #: (B·H, D) of keys and of values; None before the first row.
     shapes: tuple[tuple[int, int], tuple[int, int]] | None = None
+    head_keys: mx.array | None = None  #: the first rows, where the layout keeps them dense
+    head_values: mx.array | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowStore:
-        arrays = ("keys", "values", "tail_keys", "tail_values")
+        arrays = ("keys", "values", "tail_keys", "tail_values", "head_keys", "head_values")
         return replace(self, **{name: copy.deepcopy(getattr(self, name), memo) for name in arrays})
 
     # -- what there is ----------------------------------------------------------------------------------------------
@@ -87,7 +89,12 @@ class RowStore:
 
     @property
     def rows(self) -> int:
-        return self.on_disk + self.sealed + self.tail
+        return self.head + self.on_disk + self.sealed + self.tail
+
+    @property
+    def head(self) -> int:
+        """Rows in the dense head."""
+        return 0 if self.head_keys is None else int(self.head_keys.shape[2])
 
     @property
     def capacity(self) -> int:
@@ -96,11 +103,11 @@ class RowStore:
 
     @property
     def key_arrays(self) -> Encoded:
-        return (self.keys or ()) + (() if self.tail_keys is None else (self.tail_keys,))
+        return (self.keys or ()) + tuple(a for a in (self.tail_keys, self.head_keys) if a is not None)
 
     @property
     def value_arrays(self) -> Encoded:
-        return (self.values or ()) + (() if self.tail_values is None else (self.tail_values,))
+        return (self.values or ()) + tuple(a for a in (self.tail_values, self.head_values) if a is not None)
 
     @property
     def nbytes_allocated(self) -> int:
@@ -115,6 +122,8 @@ class RowStore:
         (arXiv:2402.02750). Packed rows are sealed at once, because mlx-lm's attention takes no dense ones beside them.
         """
         self.dtype, self.shapes = keys.dtype, shapes_of(keys, values)
+        if self.head < self.layout.sinks and self.rows == self.head:
+            keys, values = self._fill_head(keys, values)
         if self.layout.unit == 1:
             self._seal(keys, values)
             return self.fetch()
@@ -131,6 +140,16 @@ class RowStore:
         seen = self._behind_sealed(keys, values)
         self._take_in(keys, values)
         return seen
+
+    def _fill_head(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Put the first rows into the head; returns the others."""
+        n = self.layout.sinks - self.head
+        first_keys, first_values = mx.contiguous(keys[:, :, :n]), mx.contiguous(values[:, :, :n])
+        if self.head_keys is not None and self.head_values is not None:
+            first_keys = mx.concatenate([self.head_keys, first_keys], 2)
+            first_values = mx.concatenate([self.head_values, first_values], 2)
+        self.head_keys, self.head_values = first_keys, first_values
+        return keys[:, :, n:], values[:, :, n:]
 
     def _take_in(self, keys: mx.array, values: mx.array) -> None:
         """Seal what is to be sealed; the rest becomes the tail."""
@@ -182,17 +201,23 @@ class RowStore:
     def dense(self) -> tuple[mx.array, mx.array]:
         """All rows decoded: (B, H, T, D) each."""
         if self.tail_keys is None or self.tail_values is None:
-            return self._decoded()
+            if self.head_keys is None or self.head_values is None:
+                return self._decoded()
+            return self._behind_sealed(self.head_keys[:, :, :0], self.head_values[:, :, :0])
         return self._behind_sealed(self.tail_keys[:, :, : self.tail], self.tail_values[:, :, : self.tail])
 
     def _behind_sealed(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """The sealed rows decoded, and these behind them."""
-        if self.on_disk + self.sealed == 0:
-            return keys, values
-        sealed_keys, sealed_values = self._decoded()
-        if keys.shape[2] == 0:
-            return sealed_keys, sealed_values
-        return mx.concatenate([sealed_keys, keys], 2), mx.concatenate([sealed_values, values], 2)
+        """The head, the sealed rows decoded, and these behind them."""
+        pieces: list[tuple[mx.array, mx.array]] = []
+        if self.head_keys is not None and self.head_values is not None:
+            pieces.append((self.head_keys, self.head_values))
+        if self.on_disk + self.sealed:
+            pieces.append(self._decoded())
+        if keys.shape[2] or not pieces:
+            pieces.append((keys, values))
+        if len(pieces) == 1:
+            return pieces[0]
+        return mx.concatenate([k for k, _ in pieces], 2), mx.concatenate([v for _, v in pieces], 2)
 
     def _decoded(self) -> tuple[mx.array, mx.array]:
         assert self.dtype is not None
@@ -205,6 +230,9 @@ class RowStore:
     def holding(cls, layout: Layout, keys: mx.array, values: mx.array) -> RowStore:
         """Dense rows (B, H, T, D) stored in ``layout``, without slack and evaluated, one side after the other."""
         new = cls(layout, keys.dtype, shapes=shapes_of(keys, values))
+        if layout.sinks:
+            keys, values = new._fill_head(keys, values)
+            mx.eval(new.head_keys, new.head_values)
         whole = layout.sealable(keys.shape[2])
         if whole:
             new.keys = _owned(layout.keys, keys[:, :, :whole])
@@ -238,10 +266,14 @@ class RowStore:
             self.tail = 0
         self.sealed = whole
 
-    def gather(self, blocks: mx.array, tail: mx.array) -> None:
+    def gather(self, blocks: mx.array, tail: mx.array) -> tuple[DiskStore, int] | None:
         """Keep the blocks at ``blocks`` (B, H, n) int32 of all sealed rows and the rows at ``tail`` (B, H, m) of the tail.
 
-        Of what was on disk, the same share of the kept rows goes back there.
+        All of them are in memory then. Returns where the share of them that was on disk goes back to with
+        :meth:`offload`, and how many rows that are; None if nothing was there.
+
+        Raises:
+            DiskTierError: the file is gone, or is not what was written; the rows are as they were.
         """
         layout, disk = self.layout, self.disk
         share = self.on_disk / max(1, self.on_disk + self.sealed)
@@ -254,13 +286,14 @@ class RowStore:
             mx.eval(self.keys, self.values)
             self.disk = None
             self.sealed = blocks.shape[2] * layout.block
+        else:
+            self.keys = self.values = None  # room that was reserved goes as well
         if self.tail_keys is not None and self.tail_values is not None:
             self._set_tail(
                 *gather_rows((self.tail_keys,), tail, _DENSE), *gather_rows((self.tail_values,), tail, _DENSE)
             )
             mx.eval(self.tail_keys, self.tail_values)
-        if disk is not None:
-            self.offload(disk.store, disk_rows(self.sealed, share, layout.block))
+        return None if disk is None else (disk.store, disk_rows(self.sealed, share, layout.block))
 
     def compact(self) -> None:
         """Cut the allocation down to the live rows; the tail keeps its size."""

@@ -14,6 +14,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .codecs.layout import Layout
+from .errors import DiskTierError
 
 if TYPE_CHECKING:
     from .codecs import Affine
@@ -63,6 +64,7 @@ class StepTracker:
         "_layers",
         "_open",
         "_reads",
+        "_refused",
         "_short",
         "_updated",
         "listener",
@@ -83,6 +85,7 @@ class StepTracker:
         self._reads = 0
         self._short: int | None = None  # updates of the last step that ended before all that were expected
         self._open = True
+        self._refused: str | None = None  # why no further step can be right
 
     @property
     def layers(self) -> list[ManagedLayer]:
@@ -139,7 +142,7 @@ class StepTracker:
         memo[id(self)] = new
         new.step, new.tokens = self.step, self.tokens
         new._updated, new._open, new._short = self._updated, self._open, self._short
-        new._reads, new._expected_reads = self._reads, self._expected_reads
+        new._reads, new._expected_reads, new._refused = self._reads, self._expected_reads, self._refused
         # Attaching the copies counts up to the number of layers; what was learned of the model stays known.
         new._expected = self._expected - sum(layer.holds_rows for layer in self.layers)
         if new.listener is not None:
@@ -203,6 +206,33 @@ class StepTracker:
             if self.listener is not None:
                 self.listener.touched(self)
 
+    def on_failed(self, layer: ManagedLayer | None, tokens: int, error: Exception) -> None:
+        """Rows could not be read within a step: layers that have its tokens give them back.
+
+        ``layer``, which is about to take them in, has none; None if all that were reached have them.
+
+        Where one cannot (recurrent state, a window that has wrapped, rows that were encoded together), the tokens of
+        this step are in some layers only, and every further step is refused.
+        """
+        for peer in self.layers:
+            if peer is layer or peer._seen != self.step:
+                continue
+            if peer.takes_back(tokens):
+                peer._trim_rows(tokens)
+            else:
+                self._refused = f"{peer.name} holds tokens of a step that could not be done ({error})"
+        if any(not peer.holds_rows and peer.kind != "list" for peer in self.layers):
+            self._refused = f"recurrent state may hold tokens of a step that could not be done ({error})"
+        self.abandon()
+
+    def abandon(self) -> None:
+        """The step that has begun did not take place."""
+        for peer in self.layers:
+            if peer._seen == self.step:
+                peer._seen = self.step - 1
+        self.step -= 1
+        self._updated, self._open = self._expected, True
+
     def on_replaced(self) -> None:
         """A layer's state was set from outside."""
         if self.listener is not None:
@@ -214,6 +244,8 @@ class StepTracker:
             self.listener.touched(self)
 
     def _begin(self, tokens: int) -> None:
+        if self._refused is not None:
+            raise DiskTierError(f"{self._refused}; its rows have to be computed anew, in a new cache")
         self._open = False
         self.step += 1
         self.tokens = tokens

@@ -6,6 +6,7 @@ out, written, and put back unchanged. Rows that were on disk stay where they are
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +22,16 @@ __all__ = ["Suspended", "suspend"]
 
 @dataclass(frozen=True)
 class Suspended:
-    """What was taken out of a cache: one file, and how the layers' states are put together from it."""
+    """What was taken out of a cache: one file, and how the layers' states are put together from it.
+
+    Layers are held weakly: they are the cache's, and the file goes with it.
+    """
 
     store: DiskStore
     block: DiskBlock
-    states: tuple[tuple[Any, list[tuple[str, Any]]], ...]  #: layer, flattened state with None for arrays
+    states: tuple[
+        tuple[weakref.ref[ManagedLayer], list[tuple[str, Any]]], ...
+    ]  #: flattened, _ARRAY for arrays
 
     def resume(self) -> None:
         """Put everything back.
@@ -34,9 +40,11 @@ class Suspended:
             DiskTierError: the file is gone, or is not what was written; the layers stay suspended.
         """
         arrays = iter(self.store.load(self.block))
-        for layer, flat in self.states:
+        for ref, flat in self.states:
             filled = [(key, next(arrays) if value is _ARRAY else value) for key, value in flat]
-            layer.state = tree_unflatten(filled)
+            layer = ref()
+            if layer is not None:
+                layer.state = tree_unflatten(filled)
 
 
 class _Array:
@@ -56,7 +64,7 @@ def suspend(layers: Sequence[Any], store: DiskStore) -> Suspended:
     states, arrays = [], []
     for layer in held:
         flat = tree_flatten(layer.state, is_leaf=_is_leaf)
-        states.append((layer, [(k, _ARRAY if isinstance(v, mx.array) else v) for k, v in flat]))
+        states.append((weakref.ref(layer), [(k, _ARRAY if isinstance(v, mx.array) else v) for k, v in flat]))
         arrays += [v for _, v in flat if isinstance(v, mx.array)]
     block = store.put(arrays)
     for layer in held:

@@ -8,9 +8,21 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from harness import NO_ROWS, UNEVICTABLE, UNPACKABLE, architectures, feed, held_of, quiet, tokens
+from harness import (
+    NO_ROWS,
+    UNEVICTABLE,
+    UNPACKABLE,
+    architectures,
+    disk_in,
+    fast_first,
+    feed,
+    held_of,
+    quiet,
+    real_bytes,
+    tokens,
+)
 
-from lumina_cache.actions import Action, Quantize, action_space, parse_action
+from lumina_cache.actions import Action, Offload, Quantize, action_space, parse_action, singles
 from lumina_cache.apply import execute, not_built
 from lumina_cache.backend.capabilities import (
     ATTENTION_WEIGHTS,
@@ -24,12 +36,31 @@ from lumina_cache.backend.capabilities import (
     packed_attention,
 )
 from lumina_cache.backend.feasibility import Reason, Verdict, classify
-from lumina_cache.backend.probe import probe_model
+from lumina_cache.cache import LuminaCache
+from lumina_cache.disk import DiskStore
+from lumina_cache.errors import ActionInfeasibleError
 from lumina_cache.estimate import Held, after_action, transient_of_action
+from lumina_cache.lab.tiny import SPECS
 from lumina_cache.layers import leaves
 
-#: What this library has no code for cannot be forced, so nothing can show that it would fail. All of it says so.
-NOT_FORCED = ("not_built",)
+#: Architectures of the normal run: one of each kind of layer list, mask and attention.
+FAST = (
+    "deepseek_v3",
+    "deepseek_v32",
+    "falcon_h1",
+    "gemma2",
+    "gemma3",
+    "gemma4_text",
+    "gpt_oss",
+    "llama",
+    "llama4",
+    "mamba",
+    "mistral3",
+    "recurrent_gemma",
+)
+
+#: Tokens held, and the lengths of the steps they came in.
+HELD, CAME_IN = 70, [69, 1]
 
 
 def grid(group: int) -> list[Action]:
@@ -37,13 +68,29 @@ def grid(group: int) -> list[Action]:
     built = [
         "keep",
         "reclaim",
+        "reserve:300",
         "evict:sinks_window@0.50",
-        "evict:sinks_window@rows=12,sinks=2",
+        "evict:sinks_window@rows=12,sinks=2,recent=3",
+        "evict:sinks_window@0.50+evict:keydiff@0.50,recent=5",
         f"quant:affine,bits=8,group={group}",
-        f"quant:affine,bits=4,group={group}",
+        f"quant:affine,bits=5,group={group}",
+        f"quant:affine,kbits=8,vbits=4,group={group}",
+        f"quant:affine_fetch,bits=4,group={group},residual=40",
+        "quant:kivi,kbits=4,vbits=8,group=32,residual=0",
+        f"quant:hadamard,bits=6,group={group},residual=40",
         f"evict:sinks_window@0.50+quant:affine,bits=4,group={group}",
         f"quant:affine,bits=8,group={group}+evict:sinks_window@0.50",
         f"quant:affine,bits=8,group={group}+quant:affine,bits=4,group={group}+reclaim",
+        "quant:kivi,bits=4,group=32+evict:key_norm@0.75+offload:cold@0.50+reserve:300",
+        f"quant:affine_fetch,bits=8,group={group}+evict:random@0.50",
+        "offload:cold@0.25",
+        "offload:layers=0-99",
+        "offload:cold@0.50+evict:sinks_window@0.50",
+        f"offload:cold@0.50+quant:affine_fetch,bits=8,group={group}",
+        "0:evict:sinks_window@0.50",
+        "0:evict:keydiff@0.50;1-99:offload:cold@0.50",
+        f"0:quant:affine_fetch,bits=4,group={group};1-99:quant:mxfp8,bits=8,group=32",
+        "0-99:reserve:300",
     ]
     return [parse_action(text) for text in built] + list(
         action_space(ratios=(0.5,), composite_ratios=(), group_size=group)
@@ -57,57 +104,98 @@ def goes_on(model: Any, cache: Any) -> None:
         raise ValueError("logits are not numbers")
 
 
-@pytest.mark.parametrize("name", architectures())
-def test_feasible_actions_run_and_infeasible_ones_fail_when_forced(tiny: Any, name: str) -> None:
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with disk_in(tmp_path_factory.mktemp("rows")) as store:
+        yield store
+
+
+def started(model: Any, disk: DiskStore | None) -> tuple[LuminaCache, tuple[Verdict, ...]]:
+    """A cache that holds rows, and the verdicts on it."""
+    cache = quiet(model, disk=disk)
+    feed(model, cache, tokens(HELD), CAME_IN)
+    steps = cache._control.trackers[0]
+    group = cache._control.probe(steps).group_size or 64
+    actions = list(dict.fromkeys(grid(group)))
+    for action in actions:
+        cache._control._probe_codecs(steps, action)
+    return cache, classify(actions, cache._control.profile(steps), held_of(cache))
+
+
+@pytest.mark.parametrize("name", fast_first(SPECS, FAST))
+def test_feasible_actions_run_and_infeasible_ones_are_refused_and_fail_when_forced(
+    tiny: Any, disk: DiskStore, name: str
+) -> None:
     model = tiny(name)
-    probe = probe_model(model)
-    start = quiet(model)
-    feed(model, start, tokens(30), [29, 1])
-    verdicts = classify(grid(probe.group_size or 64), probe.profile, held_of(start))
+    start, verdicts = started(model, disk)
     assert sum(v.feasible for v in verdicts) >= 2, "keep and reclaim always are"
+    refusing = copy.deepcopy(start)
     for verdict in verdicts:
         if verdict.feasible:
             cache = copy.deepcopy(start)
             applied = cache.apply(verdict.action)
             assert applied is not None
+            assert applied.after.nbytes_allocated == applied.predicted_allocated == real_bytes(cache)
             goes_on(model, cache)
             continue
-        codes = {reason.code for reason in verdict.reasons}
-        if codes & set(NOT_FORCED):
-            assert not_built(verdict.action), verdict
-            continue
-        forced = copy.deepcopy(start)
-        if codes == {"missing_capability", "nothing_to_change"}:
-            assert execute(list(leaves(forced)), verdict.action).layers_changed == ()
-            assert name in NO_ROWS
-        elif any(r.capability == "ROW_GATHER" for r in verdict.reasons) and name in UNEVICTABLE:
-            # It runs, and is wrong: see test_where_the_probe_forbids_eviction_it_would_not_equal_masking.
-            continue
-        else:
-            with pytest.raises(Exception, match=r".") as caught:
-                execute(list(leaves(forced)), verdict.action)
-                goes_on(model, forced)
-            # The reason given beforehand is the one that forcing gives.
-            text = str(caught.value).strip().split("\n", 1)[0]
-            assert any(text in reason.text for reason in verdict.reasons), (text, verdict)
+        with pytest.raises(ActionInfeasibleError) as refused:
+            refusing.apply(verdict.action)
+        assert all(reason.text in str(refused.value) for reason in verdict.reasons)
+        fails_when_forced(model, copy.deepcopy(start), verdict, disk, name)
+    # Whatever was refused left no trace.
+    assert held_of(refusing) == held_of(start)
+    assert real_bytes(refusing) == real_bytes(start)
+    got, want = (feed(model, one, tokens(7, seed=4), [2, 1, 3, 1]) for one in (refusing, start))
+    assert mx.array_equal(got, want, equal_nan=True).item()
+
+
+def fails_when_forced(model: Any, cache: Any, verdict: Verdict, disk: DiskStore, name: str) -> None:
+    """Past the classifier, the backend says the same."""
+    codes, layers = {reason.code for reason in verdict.reasons}, list(leaves(cache))
+    before = held_of(cache)
+    if "not_built" in codes:
+        with pytest.raises(ActionInfeasibleError, match="no code for"):
+            execute(layers, verdict.action, disk=disk)
+        assert held_of(cache) == before
+        return
+    if "nothing_to_change" in codes:
+        assert execute(layers, verdict.action, disk=disk).layers_changed == ()
+        return
+    missing = {reason.capability for reason in verdict.reasons}
+    if missing & {"ROW_GATHER", "ROW_CHOICE"} and name in UNEVICTABLE:
+        # It runs, and is wrong: see test_where_the_probe_forbids_eviction_it_would_not_equal_masking.
+        return
+    with pytest.raises(Exception, match=r".") as caught:
+        execute(layers, verdict.action, disk=disk)
+        goes_on(model, cache)
+    text = str(caught.value).strip().split("\n", 1)[0]
+    if codes == {"head_dim"}:
+        # Said here in numbers of the model, by MLX in shapes of an array.
+        assert "quantiz" in text or any(reason.text in text for reason in verdict.reasons), (text, verdict)
+        return
+    # The reason given beforehand is the one that forcing gives.
+    assert any(text in reason.text for reason in verdict.reasons), (text, verdict)
 
 
 @pytest.mark.parametrize("name", architectures(but=NO_ROWS))
-def test_the_feasible_set_is_that_of_the_table_of_models(tiny: Any, name: str) -> None:
-    model = tiny(name)
-    probe = probe_model(model)
-    cache = quiet(model)
-    feed(model, cache, tokens(30), [30])
-    feasible = {
-        str(v.action)
-        for v in classify(grid(probe.group_size or 64), probe.profile, held_of(cache))
-        if v.feasible
-    }
-    assert {"keep", "reclaim"} <= feasible
-    assert any(text.startswith("evict") and "quant" not in text for text in feasible) == (
-        name not in UNEVICTABLE
-    )
-    assert any("quant:affine" in text for text in feasible) == (name not in UNPACKABLE)
+def test_the_feasible_set_is_that_of_the_table_of_models(tiny: Any, disk: DiskStore, name: str) -> None:
+    _, verdicts = started(tiny(name), disk)
+    feasible = {str(v.action) for v in verdicts if v.feasible}
+    assert {"keep", "reclaim", "offload:cold@0.25", "reserve:300"} <= feasible
+    assert ("evict:sinks_window@0.50" in feasible) == (name not in UNEVICTABLE)
+    packed = [text for text in feasible if text.startswith("quant:affine,bits")]
+    assert bool(packed) == (name not in UNPACKABLE)
+    # What is decoded on fetch needs nothing of the model's attention.
+    assert any(text.startswith("quant:affine_fetch") for text in feasible)
+
+
+def test_without_a_disk_no_action_that_needs_one_is_feasible(tiny: Any) -> None:
+    cache, verdicts = started(tiny("llama"), None)
+    for verdict in verdicts:
+        offloads = any(isinstance(part, Offload) for part in singles(verdict.action))
+        assert offloads <= ("DISK_TIER" in {r.capability for r in verdict.reasons})
+    with pytest.raises(ActionInfeasibleError, match="given no disk"):
+        cache.apply("offload:cold@0.25")
 
 
 # -- one reason at a time, on values ---------------------------------------------------------------------------------
@@ -175,7 +263,7 @@ def test_what_nobody_probed_is_missing_and_says_so(capability: Any) -> None:
     }[capability]
     reasons = judge(text).reasons
     assert any(r.capability == str(capability) and "not probed" in r.text for r in reasons)
-    assert reasons[0].code == "not_built"
+    assert (reasons[0].code == "not_built") == (not_built(parse_action(text)) is not None)
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ __all__ = ["Reason", "Verdict", "classify"]
 class Reason:
     """Why an action is outside F. ``code`` is for programs, ``text`` for people, with the numbers if any."""
 
-    #: not_built, missing_capability, head_dim, too_few_rows, nothing_to_change, exceeds_memory, rows_must_stay or
-    #: already_coarser
+    #: not_built, missing_capability, head_dim, too_few_rows, nothing_to_change, exceeds_memory, rows_must_stay,
+    #: already_coarser, protected_rows, outliers or disk
     code: str
     text: str
     wanted: int | None = None
@@ -101,9 +101,9 @@ class _Facts:
 
 def _largest(layers: Sequence[Held]) -> tuple[Held, ...]:
     """Layers that no other one exceeds in rows and width; one of them needs most memory whatever the action."""
-    best: dict[tuple[int, Layout, int, int], list[Held]] = {}
+    best: dict[tuple[int, Layout, int, int, int], list[Held]] = {}
     for one in sorted(layers, key=lambda h: (h.rows, h.key_width + h.value_width), reverse=True):
-        front = best.setdefault((one.itemsize, one.layout, one.tail, one.on_disk), [])
+        front = best.setdefault((one.itemsize, one.layout, one.tail, one.on_disk, one.head), [])
         if not front or one.key_width + one.value_width > front[-1].key_width + front[-1].value_width:
             front.append(replace(one, count=1, index=max(0, one.index)))
     return tuple(one for front in best.values() for one in front)

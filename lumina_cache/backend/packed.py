@@ -32,8 +32,8 @@ from ..errors import AttentionInputError
 
 __all__ = ["MAX_SCORE_BYTES", "PackedLayout", "attend"]
 
-#: Bytes that one matrix of scores may take, counted in float32.
-MAX_SCORE_BYTES = 32 << 20
+#: Bytes that scores may take at once, counted in float32.
+MAX_SCORE_BYTES = 16 << 20
 
 #: Rows of the smallest tile: whole groups and whole words of every layout that is packed along tokens.
 TILE = STEP
@@ -44,7 +44,7 @@ DECODED_TILE = 1024
 # MLX's product with codes goes through them once per row of the left side on a CPU. From so many rows on, decoding a
 # tile once and multiplying it as dense rows takes less time there; GPUs have kernels for both, and read codes.
 _DECODE_FROM_ROWS = 12
-_DECODE_FROM_ROWS_TRANSPOSED = 6
+_DECODE_FROM_ROWS_TRANSPOSED = 4
 
 Mask = mx.array | Literal["causal"] | None
 
@@ -103,8 +103,9 @@ def attend(
         sinks: (Hq,) a further score of each query head that takes part in the softmax and has no value, as in
             ``mx.fast.scaled_dot_product_attention``.
         softcap: c in ``c·tanh(score/c)``, before the mask (Gemma 2, arXiv:2408.00118).
-        max_score_bytes: most bytes of one matrix of scores, counted as float32. A single query's scores of 256 rows
-            are the least that is computed at once.
+        max_score_bytes: most bytes of scores under way at once, counted as float32; their weights take as much again.
+            256 rows for one query are the least that is computed at once. Where all scores take more, or tiles of
+            rows are decoded, they are evaluated tile by tile, which no function transformation allows.
 
     Raises:
         AttentionInputError: shapes that do not go together, or a mask that no attention knows.
@@ -117,12 +118,10 @@ def attend(
             queries, dense_keys, dense_values, scale=scale, mask=mask, sinks=sinks
         ).astype(queries.dtype)
     scaled = queries * scale
-    step, tile = _blocks(call, rows, max_score_bytes)
+    plan = _Plan.of(call, rows, max_score_bytes)
     out = [
-        _attend_block(
-            scaled[:, :, start : start + step] if step < call.n else scaled, call, rows, start, tile
-        )
-        for start in range(0, call.n, step)
+        _attend_block(scaled[:, :, start : start + plan.queries], call, rows, start, plan)
+        for start in range(0, call.n, plan.queries)
     ]
     return (out[0] if len(out) == 1 else mx.concatenate(out, axis=2)).astype(queries.dtype)
 
@@ -291,17 +290,32 @@ def _decodes(products: int, transposed: bool) -> bool:
     return products >= least and mx.default_device() == mx.cpu
 
 
-def _blocks(call: _Call, rows: _Rows, max_score_bytes: int) -> tuple[int, int]:
-    """Queries and rows that are computed at once."""
-    if max_score_bytes <= 0:
-        raise AttentionInputError(f"max_score_bytes is {max_score_bytes}; it must be positive")
-    pair = call.batch * call.q_heads * 4
-    step = min(call.n, max(1, max_score_bytes // (pair * min(rows.total, TILE))))
-    tile = max_score_bytes // (pair * step)
-    products = call.repeats * step
-    if _decodes(products, not rows.key_layout.per_channel) or _decodes(products, False):
-        tile = min(tile, DECODED_TILE)
-    return step, rows.total if tile >= rows.total else max(TILE, tile // TILE * TILE)
+@dataclass(frozen=True)
+class _Plan:
+    """Queries and rows that are computed at once, and whether each tile of rows waits for the last but one."""
+
+    queries: int
+    rows: int
+    waits: bool
+
+    @classmethod
+    def of(cls, call: _Call, rows: _Rows, max_score_bytes: int) -> _Plan:
+        if max_score_bytes <= 0:
+            raise AttentionInputError(f"max_score_bytes is {max_score_bytes}; it must be positive")
+        pair = call.batch * call.q_heads * 4
+        if pair * call.n * rows.total <= max_score_bytes:
+            n, size = call.n, rows.total
+        else:
+            each = max_score_bytes // 2  # two tiles are under way
+            n = min(call.n, max(1, each // (pair * min(rows.total, TILE))))
+            size = max(TILE, each // (pair * n) // TILE * TILE)
+        products = call.repeats * n
+        decodes = rows.packed > 0 and (
+            _decodes(products, not rows.key_layout.per_channel) or _decodes(products, False)
+        )
+        if decodes:
+            size = min(size, DECODED_TILE)
+        return cls(n, size, decodes or size < rows.total)
 
 
 # -- a block of queries ------------------------------------------------------------------------------------------------
@@ -331,18 +345,18 @@ class _Queries(NamedTuple):
     rotated: mx.array
 
 
-def _tiles(rows: _Rows, size: int) -> Iterator[_Tile]:
-    if size >= rows.total:
+def _tiles(rows: _Rows, plan: _Plan) -> Iterator[_Tile]:
+    if not plan.waits:
         yield _Tile(0, rows.packed, rows.total)
         return
-    for start in range(0, rows.packed, size):
-        end = min(start + size, rows.packed)
+    for start in range(0, rows.packed, plan.rows):
+        end = min(start + plan.rows, rows.packed)
         yield _Tile(start, end, end)
-    for start in range(rows.packed, rows.total, size):
-        yield _Tile(start, start, min(start + size, rows.total))
+    for start in range(rows.packed, rows.total, plan.rows):
+        yield _Tile(start, start, min(start + plan.rows, rows.total))
 
 
-def _attend_block(scaled: mx.array, call: _Call, rows: _Rows, start: int, size: int) -> mx.array:
+def _attend_block(scaled: mx.array, call: _Call, rows: _Rows, start: int, plan: _Plan) -> mx.array:
     """(B, Hq, n, Dv) of n scaled queries, the first of which is number ``start``."""
     n = scaled.shape[2]
     grouped = (call.batch, rows.heads, call.repeats, n)
@@ -350,7 +364,7 @@ def _attend_block(scaled: mx.array, call: _Call, rows: _Rows, start: int, size: 
     rotates = rows.packed > 0 and rows.key_layout.rotated
     queries = _Queries(plain, rotate(plain) if rotates else plain)
     sinks = None if call.sinks is None else call.sinks.reshape(1, rows.heads, call.repeats, 1, 1)
-    tiles = list(_tiles(rows, size))
+    tiles = list(_tiles(rows, plan))
     if call.mask is not None and isinstance(call.mask, str):
         tiles = [tile for tile in tiles if tile.start < start + n + call.offset]
 

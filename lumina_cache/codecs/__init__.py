@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from . import affine, affine_fetch, formats, hadamard, kivi
+from . import affine, affine_fetch, formats, hadamard, kivi, kivi_hadamard
 from .affine import Affine, AffineFetch
 from .base import Codec, CodecFamily, Sides
 from .dense import Dense
@@ -33,6 +33,7 @@ FAMILIES: tuple[CodecFamily, ...] = (
     affine_fetch.FAMILY,
     hadamard.FAMILY,
     kivi.FAMILY,
+    kivi_hadamard.FAMILY,
     *formats.FAMILIES,
 )
 

@@ -99,12 +99,13 @@ class CodecFamily:
     """A codec by the name it has in an action's text form.
 
     ``make(key_bits, value_bits, group_size)`` gives the codecs of both sides. ``residual`` is how many of the newest
-    rows stay dense by default.
+    rows stay dense by default, ``sinks`` how many of the first ones.
     """
 
     method: Method
     make: Callable[[int, int, int], Sides]
     residual: int = 0
+    sinks: int = 0
 
 
 def grown_capacity(rows: int, capacity: int, n: int) -> int:

@@ -4,7 +4,8 @@ A group of range r rounded to 2ᵇ levels gets an error of variance ``r²/(12·(
 1948). What attention can use of a channel is how it varies over the tokens: a part that all keys share moves every score
 alike. So the noise of a layer is the mean of that variance over its groups, and its signal the mean over the channels
 (B, H, D) of the variance along T. One channel with a large offset, such as a bias of the key projection, widens every
-group that it is in and adds no signal: that is what the quotient finds and a mean square error hides.
+group that it is in and adds no signal: that is what the quotient finds and a mean square error hides. It does not find a
+channel that *varies* much more than the others: that one is counted as signal.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from .affine import Affine
 
 __all__ = ["LIMIT", "guarded_bits", "noise_to_signal"]
 
-LIMIT = 0.1
+#: Largest quotient that is let through. Keys of SmolLM2-135M, 1,024 tokens, groups of 64, median and largest of 30 layers:
+#: affine at 4 bits 0.042 and 0.065, at 3 bits 0.19 and 0.30; rotated at 4 bits 0.019 and 0.026, at 3 bits 0.087 and 0.12.
+#: Storing keys and values like this costs 0.02, 0.12, 0.01 and 0.05 nats per token, in the same order.
+LIMIT = 0.15
 
 
 def noise_to_signal(rows: mx.array, codec: Affine) -> float:

@@ -1,8 +1,9 @@
 """How one layer's rows are stored: the codecs of keys and values, and how many of the newest rows stay dense.
 
 Rows are *sealed* (encoded) in units from the front; what is left over behind them is the dense *tail*. The newest rows
-draw much of the attention, so new ones are worth keeping dense for a while even without a residual window. Only packed
-rows, which mlx-lm's attention takes no dense ones beside, and rows that are not encoded at all have no tail.
+draw much of the attention, so new ones are worth keeping dense for a while even without a residual window. The first
+rows (attention sinks) can stay dense as well: their keys are unlike all others, and spoil groups that they are in.
+Only packed rows, which mlx-lm's attention takes no dense ones beside, and rows that are not encoded have no tail.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ SEAL = 32
 
 @dataclass(frozen=True)
 class Layout:
-    """Codecs of both sides, and the number of newest rows (tokens) that stay dense."""
+    """Codecs of both sides, and how many of the newest (``residual``) and first (``sinks``) rows (tokens) stay dense."""
 
     keys: Codec = Dense()
     values: Codec = Dense()
     residual: int = 0
+    sinks: int = 0
 
     @classmethod
     def both(cls, codec: Codec) -> Layout:
@@ -56,7 +58,7 @@ class Layout:
     @cached_property
     def packed(self) -> bool:
         """Whether mlx-lm's packed attention reads the rows as they are."""
-        return self.keys.packed and self.keys == self.values and self.unit == 1
+        return self.keys.packed and self.keys == self.values and self.unit == 1 and self.sinks == 0
 
     @cached_property
     def bits(self) -> int | None:
@@ -84,4 +86,5 @@ class Layout:
 
     def __str__(self) -> str:
         sides = str(self.keys) if self.keys == self.values else f"keys {self.keys}, values {self.values}"
-        return f"{sides}, {self.residual} newest rows dense" if self.residual else sides
+        dense = [f"{n} {which}" for n, which in ((self.sinks, "first"), (self.residual, "newest")) if n]
+        return f"{sides}, {' and '.join(dense)} rows dense" if dense else sides

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +14,7 @@ from mlx_lm import stream_generate
 
 from ..layers import leaves
 
-__all__ = ["Answer", "arrays_nbytes", "chat_tokens", "detached_copy", "generate_answer"]
+__all__ = ["Answer", "arrays_nbytes", "arrays_of", "chat_tokens", "detached_copy", "generate_answer"]
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ def detached_copy(cache: Any) -> Any:
     """A deep copy whose arrays have buffers of their own, so that neither cache's next write has to copy."""
     new = copy.deepcopy(cache)
     for leaf in leaves(new):
-        for name, value in vars(leaf).items():
-            if name != "_steps" and isinstance(value, mx.array | list | tuple):
-                setattr(leaf, name, tree_map(_fresh, value))
+        for owner in _owners(leaf):
+            for name, value in _held(owner).items():
+                setattr(owner, name, tree_map(_fresh, value))
     return new
 
 
@@ -118,10 +118,22 @@ def _fresh(value: Any) -> Any:
     return copied
 
 
+def arrays_of(leaf: Any) -> Iterator[mx.array]:
+    """Every array reachable from a cache object's fields, those of the stores it holds included."""
+    for owner in _owners(leaf):
+        yield from (a for _, a in tree_flatten(_held(owner)) if isinstance(a, mx.array))
+
+
 def arrays_nbytes(cache: Any) -> int:
     """Bytes of every array reachable from the cache objects' fields, counted without their own bookkeeping."""
-    total = 0
-    for leaf in leaves(cache):
-        held = {k: v for k, v in vars(leaf).items() if isinstance(v, mx.array | list | tuple)}
-        total += sum(a.nbytes for _, a in tree_flatten(held) if isinstance(a, mx.array))
-    return total
+    return sum(a.nbytes for leaf in leaves(cache) for a in arrays_of(leaf))
+
+
+def _owners(leaf: Any) -> Iterator[Any]:
+    """The cache object, and the objects in its fields that may hold arrays."""
+    yield leaf
+    yield from (value for name, value in vars(leaf).items() if name != "_steps" and is_dataclass(value))
+
+
+def _held(owner: Any) -> dict[str, Any]:
+    return {k: v for k, v in vars(owner).items() if k != "_steps" and isinstance(v, mx.array | list | tuple)}

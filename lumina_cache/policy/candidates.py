@@ -39,7 +39,7 @@ SEARCHED_EXACTLY = 16
 #: What makes two layers equal, their names and numbers apart.
 _ALIKE = attrgetter(
     "kind", "rows", "capacity", "offset", "key_width", "value_width", "itemsize", "layout", "heads", "tail",
-    "tail_capacity", "on_disk", "evicted", "max_size", "keep", "fixed_nbytes", "token_nbytes",
+    "tail_capacity", "on_disk", "head", "evicted", "max_size", "keep", "fixed_nbytes", "token_nbytes",
 )  # fmt: skip
 
 
@@ -102,11 +102,12 @@ def _after(one: Held, rows: int, state: State, layout: Layout | None) -> int:
     """Bytes of layers cut to ``rows`` rows, re-encoded, after two steps of ``tokens`` tokens and of one."""
     in_tail, sealed = kept_of(one, min(rows, one.rows), DEFAULT_SINKS, state.protect)
     if layout is None:
-        layout, tail = one.layout, in_tail
+        layout, head, tail = one.layout, one.head, in_tail
     else:
-        rows = in_tail + sealed
-        sealed = layout.sealable(rows)
-        tail = rows - sealed
+        rows = one.head + in_tail + sealed
+        head = min(layout.sinks, rows)
+        sealed = layout.sealable(rows - head)
+        tail = rows - head - sealed
     capacity = sealed
     for n in (state.tokens, 1):
         if n == 0:
@@ -115,7 +116,7 @@ def _after(one: Held, rows: int, state: State, layout: Layout | None) -> int:
         capacity = grown_capacity(sealed, capacity, new)
         sealed, tail = sealed + new, tail + n - new
     row = layout.row_nbytes(one.key_width, one.value_width, one.itemsize)
-    return one.count * (capacity * row + layout.tail_capacity * dense_row_nbytes(one))
+    return one.count * (capacity * row + (head + layout.tail_capacity) * dense_row_nbytes(one))
 
 
 # -- what is weighed ------------------------------------------------------------------------------------------------

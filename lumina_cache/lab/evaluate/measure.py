@@ -69,6 +69,7 @@ class Bench:
     document: EvalDocument
     plan: Plan
     index: int  #: of the document within its context
+    disk: bool = False  #: whether caches may write rows to files
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -86,7 +87,7 @@ class Bench:
             self._answer()
 
     def _filled(self, context: tuple[int, ...]) -> LuminaCache:
-        cache = LuminaCache(self.model, telemetry=False, log=None)
+        cache = LuminaCache(self.model, telemetry=False, log=None, disk=self.disk)
         read_prompt(self.model, cache, context, self.plan.chunk)
         return cache
 

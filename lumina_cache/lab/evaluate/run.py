@@ -88,7 +88,7 @@ def _measure_all(
     store: Store,
     on_progress: Callable[[Progress], None],
 ) -> None:
-    code = code_fingerprint()
+    code, disk = code_fingerprint(), any(s.needs_disk for s in subjects)
     index: dict[int, int] = {}
     total = sum(_prefill_work(d, plan) + len(subjects) * _subject_work(plan, d) for d in documents)
     done = 0.0
@@ -100,7 +100,7 @@ def _measure_all(
         bench = None
         on_progress(Progress(done, total, document.name))
         if due or known is None:
-            bench = Bench(loaded.model, loaded.tokenizer, document, plan, number)
+            bench = Bench(loaded.model, loaded.tokenizer, document, plan, number, disk)
             if known is None:
                 store.add({**bench.document_record(), "code": code})
         done += _prefill_work(document, plan)
@@ -125,7 +125,8 @@ def _measured(bench: Bench, subject: Subject) -> dict[str, Any]:
         "action": subject.text,
     }
     try:
-        return bench.measure(subject)
+        with subject.surroundings():
+            return bench.measure(subject)
     except Refused as refusal:
         return {**base, "state": "backend_infeasible", "reasons": [dict(r) for r in refusal.reasons]}
     except Exception as error:  # one broken action must not end a run of hours; it is reported as a fault

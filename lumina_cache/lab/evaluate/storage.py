@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from ...layers import ManagedLayer, leaves
+from ...rows import RowStore
+from ..answer import arrays_of
 
 __all__ = ["Stored", "stored"]
 
@@ -31,30 +33,42 @@ class Stored:
 
 def stored(cache: Any) -> Stored:
     """Measure ``cache``: a list of cache objects, ours, mlx-lm's or another package's."""
-    live = allocated = allocated16 = 0
-    live16 = 0.0
+    allocated = allocated16 = 0
+    live = live16 = Fraction(0)
     for leaf in leaves(cache):
-        nbytes = sum(a.nbytes for a in _arrays(leaf))
-        nbytes16 = sum(2 * a.size if mx.issubdtype(a.dtype, mx.floating) else a.nbytes for a in _arrays(leaf))
-        used, of = _share_in_use(leaf)
-        allocated += nbytes
-        allocated16 += nbytes16
-        live += nbytes * used // of
-        live16 += nbytes16 * used / of
-    return Stored(live, allocated, live16, allocated16)
+        for array, in_use in _arrays(leaf):
+            nbytes16 = 2 * array.size if mx.issubdtype(array.dtype, mx.floating) else array.nbytes
+            allocated += array.nbytes
+            allocated16 += nbytes16
+            live += array.nbytes * in_use
+            live16 += nbytes16 * in_use
+    return Stored(int(live), allocated, float(live16), allocated16)
 
 
-def _arrays(leaf: Any) -> Iterator[mx.array]:
-    held = {k: v for k, v in vars(leaf).items() if isinstance(v, mx.array | list | tuple)}
-    return (a for _, a in tree_flatten(held) if isinstance(a, mx.array))
+def _arrays(leaf: Any) -> Iterator[tuple[mx.array, Fraction]]:
+    """Every array of a cache object with the share of it that rows held take."""
+    store = getattr(leaf, "store", None)
+    if isinstance(store, RowStore):
+        for array in (*(store.keys or ()), *(store.values or ())):
+            yield array, Fraction(store.sealed, store.capacity)
+        for head in (store.head_keys, store.head_values):
+            if head is not None:
+                yield head, Fraction(1)
+        for tail in (store.tail_keys, store.tail_values):
+            if tail is not None:
+                yield tail, Fraction(store.tail, store.layout.tail_capacity)
+        return
+    in_use = _in_use(leaf)
+    for array in arrays_of(leaf):
+        yield array, in_use
 
 
-def _share_in_use(leaf: Any) -> tuple[int, int]:
-    """Live over allocated, as a fraction; (1, 1) for classes that do not tell their capacity."""
+def _in_use(leaf: Any) -> Fraction:
+    """Rows held over rows allocated; 1 for classes that do not tell."""
     if isinstance(leaf, ManagedLayer):
-        return (leaf.nbytes_live, leaf.nbytes_allocated) if leaf.nbytes_allocated else (1, 1)
+        return Fraction(leaf.nbytes_live, leaf.nbytes_allocated or 1)
     keys = getattr(leaf, "keys", None)
     first = keys[0] if isinstance(keys, list | tuple) and keys else keys
     if isinstance(first, mx.array) and first.ndim == 4 and hasattr(leaf, "offset"):
-        return min(int(leaf.offset), first.shape[2]), first.shape[2]
-    return 1, 1
+        return Fraction(min(int(leaf.offset), first.shape[2]), first.shape[2])
+    return Fraction(1)

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,12 +22,12 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 
 from ...actions import Action, parse_action
-from ...backend.capabilities import Rung
+from ...backend.capabilities import DISK_TIER, Rung
 from ...cache import LuminaCache
 from ...errors import ActionInfeasibleError, ActionSyntaxError, EngagementError, EvaluationError
 from ..answer import detached_copy
 
-__all__ = ["Subject", "Taken", "parse_rung", "parse_subject"]
+__all__ = ["Refused", "Subject", "Taken", "parse_rung", "parse_subject", "parse_subjects"]
 
 Reasons = tuple[Mapping[str, Any], ...]
 
@@ -60,6 +62,15 @@ class Subject(Protocol):
         """Of the package that does it; None for this library."""
         ...
 
+    @property
+    def needs_disk(self) -> bool:
+        """Whether rows are written to files."""
+        ...
+
+    def surroundings(self) -> AbstractContextManager[None]:
+        """What is to be in place while its caches are used, and undone afterwards."""
+        ...
+
     def take(self, full: LuminaCache, model: Any) -> Taken:
         """A changed copy; ``full`` stays as it is.
 
@@ -69,8 +80,19 @@ class Subject(Protocol):
         ...
 
 
+class _Plain:
+    """A subject that needs nothing around it."""
+
+    @property
+    def needs_disk(self) -> bool:
+        return False
+
+    def surroundings(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 @dataclass(frozen=True)
-class OwnAction:
+class OwnAction(_Plain):
     """An action of this library, up to a rung."""
 
     action: Action
@@ -80,6 +102,10 @@ class OwnAction:
     @property
     def text(self) -> str:
         return str(self.action)
+
+    @property
+    def needs_disk(self) -> bool:
+        return DISK_TIER in self.action.requires
 
     def take(self, full: LuminaCache, model: Any) -> Taken:
         if self.rung is not None and self.action.rung > self.rung:
@@ -116,7 +142,7 @@ def _reasons(cache: LuminaCache, error: ActionInfeasibleError) -> Reasons:
 
 
 @dataclass(frozen=True)
-class StockQuantized:
+class StockQuantized(_Plain):
     """``to_quantized`` of mlx-lm's own cache objects, on those that have it: what its ``kv_bits`` option does."""
 
     bits: int
@@ -149,7 +175,7 @@ class StockQuantized:
 
 
 @dataclass(frozen=True)
-class TurboQuant:
+class TurboQuant(_Plain):
     """The package mlx-turboquant: its caches, filled with the rows of the full one."""
 
     bits: int
@@ -165,6 +191,9 @@ class TurboQuant:
             return importlib.metadata.version("mlx-turboquant")
         except importlib.metadata.PackageNotFoundError:
             return None
+
+    def surroundings(self) -> AbstractContextManager[None]:
+        return _mlx_lm_as_it_was()
 
     def take(self, full: LuminaCache, model: Any) -> Taken:
         try:
@@ -186,11 +215,25 @@ class TurboQuant:
         try:
             cache = package.make_prompt_cache(model, kv_bits=self.bits, kv_group_size=self.group_size)
             for entry, new in zip(plain, cache, strict=True):
-                new.update_and_fetch(*entry.state)
+                new.update_and_fetch(*entry.keys_and_values())
             mx.eval([entry.state for entry in cache])
-        except (NotImplementedError, ValueError, TypeError, AttributeError) as error:
+        except (NotImplementedError, ValueError) as error:
             raise Refused(({"code": "refused", "text": f"mlx-turboquant: {_line(error)}"},)) from None
         return Taken(cache, time.perf_counter() - start, True)
+
+
+@contextmanager
+def _mlx_lm_as_it_was() -> Iterator[None]:
+    """Undo what a package does to mlx-lm's functions: others are measured in the same process."""
+    modules = [m for name, m in sys.modules.items() if name.split(".")[0] == "mlx_lm"]
+    before = [(m, dict(vars(m))) for m in modules]
+    try:
+        yield
+    finally:
+        for module, names in before:
+            for name, value in names.items():
+                if vars(module).get(name) is not value:
+                    setattr(module, name, value)
 
 
 def _line(error: Exception) -> str:
