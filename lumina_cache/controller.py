@@ -527,7 +527,8 @@ class Controller:
                 trigger = "telemetry"
         if limit.nbytes is not None and predicted > limit.nbytes:
             with self._busy():
-                self._decide(steps, decider, tokens if beginning is steps else 0, trigger, beginning)
+                left = self._left_by_others(limit, beginning, tokens)
+                self._decide(steps, decider, left, tokens if beginning is steps else 0, trigger)
             self._say_if_over(beginning, tokens, limit.nbytes)
         self._renew_slack(beginning, tokens)
 
@@ -543,9 +544,7 @@ class Controller:
     def _after(self, steps: StepTracker, beginning: StepTracker, tokens: int) -> tuple[Held, ...]:
         return after_append(self._layers(steps), tokens if steps is beginning else 0)
 
-    def _decide(
-        self, steps: StepTracker, decider: Decider, tokens: int, trigger: str, beginning: StepTracker
-    ) -> None:
+    def _decide(self, steps: StepTracker, decider: Decider, limit: Limit, tokens: int, trigger: str) -> None:
         layers = self._layers(steps)
         remaining = None if self.horizon is None else self.horizon - max(one.offset for one in layers)
         state = State(
@@ -554,7 +553,7 @@ class Controller:
             layers=layers,
             each=self._unmerged(steps),
             budget=self.budget,
-            limit=self._left_by_others(decider.limit, beginning, tokens),
+            limit=limit,
             horizon=DEFAULT_HORIZON if remaining is None else max(1, remaining),
             # Without a budget nobody has agreed to lose rows: tokens can be taken back at any time.
             rows_must_stay=self.speculative or self.budget is None,

@@ -140,7 +140,10 @@ class Decider:
 
     def _ask(self, state: State, candidates: tuple[Candidate, ...]) -> Decision:
         try:
-            return self.policy.decide(state, candidates)
+            decision = self.policy.decide(state, candidates)
+            if not isinstance(decision, Decision):
+                raise TypeError(f"decide() returned {decision!r}, not a Decision")
+            return decision
         except Exception as error:  # a user's policy must not break generation
             self._warn(
                 "policy_failed",
@@ -155,9 +158,9 @@ class Decider:
 def _best_scorer(candidates: tuple[Candidate, ...]) -> str | None:
     """The feasible scorer that is expected to lose least."""
     evictions = [
-        (c.inputs.kl, c.action.scorer)
+        (c.inputs.kl, first.scorer)
         for c in candidates
-        if c.feasible and isinstance(c.action, Evict) and c.inputs.kl is not None
+        if c.feasible and isinstance(first := c.action.parts[0], Evict) and c.inputs.kl is not None
     ]
     return min(evictions)[1] if evictions else None
 

@@ -9,11 +9,10 @@ takes for a while beside what is held is in :mod:`lumina_cache.transient`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from .actions import (
-    DEFAULT_SINKS,
     Action,
     Evict,
     Keep,
@@ -27,6 +26,7 @@ from .actions import (
 )
 from .codecs import AffineFetch, Codec, Layout
 from .codecs.base import STEP, grown_capacity
+from .evolve import evolve
 from .rows import DRIFT_ROWS, Pinned
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "after_action",
     "after_append",
     "applies",
+    "carried_out",
     "chunk_schedule",
     "dense_row_nbytes",
     "emptied",
@@ -43,7 +44,6 @@ __all__ = [
     "kept_of",
     "layout_of",
     "merge_equal",
-    "most_rows_within",
     "nbytes_allocated",
     "nbytes_live",
     "peak_of_action",
@@ -127,7 +127,7 @@ def applies(held: Held, part: Action) -> bool:
 
 def emptied(held: Held) -> Held:
     """The same layer before its first token; recurrent state is there from the first token on and stays counted."""
-    return replace(
+    return evolve(
         held, rows=0, capacity=0, offset=0, tail=0, tail_capacity=0, on_disk=0, head=0, evicted=False
     )
 
@@ -136,9 +136,9 @@ def merge_equal(layers: Iterable[Held]) -> tuple[Held, ...]:
     """The same layers with equal ones counted instead of repeated; a model has few kinds, so sums get cheap."""
     counts: dict[Held, list[Held]] = {}
     for one in layers:
-        counts.setdefault(replace(one, name="", count=1, index=-1), []).append(one)
+        counts.setdefault(evolve(one, name="", count=1, index=-1), []).append(one)
     return tuple(
-        replace(key, name=same[0].name, count=sum(one.count for one in same)) for key, same in counts.items()
+        evolve(key, name=same[0].name, count=sum(one.count for one in same)) for key, same in counts.items()
     )
 
 
@@ -196,21 +196,21 @@ def _appended(held: Held, n: int) -> Held:
         return held
     offset = held.offset + n
     if held.kind == "opaque":
-        return replace(held, offset=offset) if held.token_nbytes else held
+        return evolve(held, offset=offset) if held.token_nbytes else held
     if held.kind == "concatenate":
-        return replace(held, rows=held.rows + n, capacity=held.rows + n, offset=offset)
+        return evolve(held, rows=held.rows + n, capacity=held.rows + n, offset=offset)
     if held.kind == "chunked" and held.rows > held.max_size > 0:
         # The model drops the front before each step, by a slice without slack.
-        held = replace(held, rows=held.max_size, capacity=held.max_size)
+        held = evolve(held, rows=held.max_size, capacity=held.max_size)
     if held.kind == "chunked":
         capacity = grown_capacity(held.rows, held.capacity, n)
-        return replace(held, rows=held.rows + n, capacity=capacity, offset=offset)
+        return evolve(held, rows=held.rows + n, capacity=capacity, offset=offset)
     if held.kind != "rotating":
         first = min(n, held.layout.sinks - held.head) if held.rows == held.head < held.layout.sinks else 0
         tail = held.tail + n - first
         sealed = held.layout.sealable(tail)
         capacity = grown_capacity(held.sealed, held.capacity, sealed)
-        return replace(
+        return evolve(
             held,
             rows=held.rows + n,
             capacity=capacity,
@@ -222,12 +222,12 @@ def _appended(held: Held, n: int) -> Held:
     if n > 1:
         dropped = max(0, held.rows - held.max_size + 1)
         rows = held.rows - dropped + n
-        return replace(held, rows=rows, capacity=rows, offset=offset)
+        return evolve(held, rows=rows, capacity=rows, offset=offset)
     capacity = held.capacity
     if held.offset >= capacity and capacity < held.max_size:
         capacity += min(STEP, held.max_size - held.offset)
     capacity = min(capacity, held.max_size)
-    return replace(held, rows=min(offset, capacity), capacity=capacity, offset=offset)
+    return evolve(held, rows=min(offset, capacity), capacity=capacity, offset=offset)
 
 
 def tokens_without_growth(layers: Iterable[Held]) -> int | None:
@@ -262,8 +262,7 @@ def after_action(layers: Iterable[Held], action: Action, pinned: Pinned = ()) ->
     """
     layers = tuple(layers)
     if isinstance(action, Plan):
-        if any(one.index < 0 for one in layers):
-            raise ValueError(f"{action} names layers, so layers must not be merged: pass one Held per layer")
+        _require_numbers(layers, action)
         return tuple(
             one for layer in layers for one in after_action([layer], action.for_layer(layer.index), pinned)
         )
@@ -272,19 +271,24 @@ def after_action(layers: Iterable[Held], action: Action, pinned: Pinned = ()) ->
     return layers
 
 
+def _require_numbers(layers: Iterable[Held], plan: Plan) -> None:
+    if any(one.index < 0 for one in layers):
+        raise ValueError(f"{plan} names layers, so layers must not be merged: pass one Held per layer")
+
+
 def _acted(held: Held, action: Action, pinned: Pinned) -> Held:
     match action:
         case Keep():
             return held
         case Reclaim():
-            return replace(held, capacity=held.sealed)
+            return evolve(held, capacity=held.sealed)
         case Reserve():
-            return replace(held, capacity=max(held.capacity, whole_blocks(action.rows, held.layout.block)))
+            return evolve(held, capacity=max(held.capacity, whole_blocks(action.rows, held.layout.block)))
         case Page():
-            return replace(held, capacity=-(-held.rows // action.rows) * action.rows)
+            return evolve(held, capacity=-(-held.rows // action.rows) * action.rows)
         case Merge():
             # Two layers share one direction per row; their norms, one element per head, are left out.
-            return replace(
+            return evolve(
                 held, capacity=held.rows, key_width=held.key_width // 2, value_width=held.value_width // 2
             )
         case Offload():
@@ -320,7 +324,7 @@ def rows_to_disk(action: Offload, sealed: int, block: int) -> int:
 
 def _on_disk(held: Held, rows: int) -> Held:
     """The same sealed rows with the oldest ``rows`` of them in a file, and no slack."""
-    return replace(held, on_disk=rows, capacity=held.rows - held.head - held.tail - rows)
+    return evolve(held, on_disk=rows, capacity=held.rows - held.head - held.tail - rows)
 
 
 def _evicted(held: Held, action: Evict, pinned: Pinned) -> Held:
@@ -331,7 +335,7 @@ def _evicted(held: Held, action: Evict, pinned: Pinned) -> Held:
     rows = held.head + sealed + tail
     if rows == held.rows:
         return held
-    after = replace(held, rows=rows, tail=tail, on_disk=0, capacity=sealed, evicted=True)
+    after = evolve(held, rows=rows, tail=tail, on_disk=0, capacity=sealed, evicted=True)
     if held.on_disk == 0:
         return after
     share = held.on_disk / (held.on_disk + held.sealed)
@@ -386,10 +390,10 @@ def kept_of(held: Held, kept: int, sinks: int, pinned: Pinned) -> tuple[int, int
 
 def _reencoded(held: Held, layout: Layout) -> Held:
     if held.kind in LANE_KINDS:
-        return replace(held, layout=layout)
+        return evolve(held, layout=layout)
     head = min(layout.sinks, held.rows)
     sealed = layout.sealable(held.rows - head)
-    after = replace(
+    after = evolve(
         held,
         layout=layout,
         on_disk=0,
@@ -427,17 +431,35 @@ def _growth(held: Held, n: int) -> int:
 
 
 def peak_of_action(layers: Sequence[Held], action: Action, pinned: Pinned = ()) -> int:
-    """Most bytes allocated at any moment while ``action`` is carried out, an upper bound.
+    """Most bytes allocated at any moment while ``action`` is carried out, an upper bound."""
+    return carried_out(layers, action, pinned)[1]
 
-    Part by part and layer by layer: all layers before the part, plus what converting the largest one needs.
+
+def carried_out(layers: Sequence[Held], action: Action, pinned: Pinned = ()) -> tuple[tuple[Held, ...], int]:
+    """The layers after ``action``, and the most bytes allocated on the way there, an upper bound.
+
+    Part by part and layer by layer: all layers before the part, plus what converting the largest one needs. A plan goes
+    layer by layer, and within a layer part by part.
     """
-    now, peak = tuple(layers), nbytes_allocated(layers)
+    now = tuple(layers)
+    total = peak = nbytes_allocated(now)
+    if isinstance(action, Plan):
+        _require_numbers(now, action)
+        after = []
+        for one in now:
+            own = action.for_layer(one.index)
+            [done], most = carried_out([one], own, pinned)
+            before = nbytes_allocated([one])
+            peak = max(peak, total - before + most)
+            total += nbytes_allocated([done]) - before
+            after.append(done)
+        return tuple(after), peak
     for part in action.parts:
-        after = after_action(now, part, pinned)
-        transient = max((_transient(a, b) for a, b in zip(now, after, strict=True)), default=0)
+        done_all = after_action(now, part, pinned)
+        transient = max((_transient(a, b) for a, b in zip(now, done_all, strict=True)), default=0)
         peak = max(peak, nbytes_allocated(now) + transient)
-        now = after
-    return peak
+        now = done_all
+    return now, peak
 
 
 def transient_of_action(held: Held, action: Action) -> int:
@@ -464,7 +486,7 @@ def _transient(before: Held, after: Held) -> int:
     if after.on_disk <= before.on_disk and not after.evicted:
         return new + read
     # Writing copies one array at a time, and what stays is copied out of the buffers that held everything.
-    rest = nbytes_allocated([replace(after, count=1)])
+    rest = nbytes_allocated([evolve(after, count=1)])
     if after.on_disk and after.rows == before.rows:
         return read + max(rest, after.on_disk * one)
     return max(read + new, new + rest + after.on_disk * one if after.on_disk else 0)
@@ -472,7 +494,7 @@ def _transient(before: Held, after: Held) -> int:
 
 def _in_memory(held: Held) -> Held:
     """One such layer with the rows in its file brought back."""
-    return replace(held, on_disk=0, capacity=held.capacity + held.on_disk, count=1)
+    return evolve(held, on_disk=0, capacity=held.capacity + held.on_disk, count=1)
 
 
 def _conversion(before: Held, after: Held) -> int:
@@ -496,14 +518,14 @@ def _conversion(before: Held, after: Held) -> int:
         worst = new + decoded + side * size + read + _scratch(after.layout.keys, side)
     worst = max(worst, new + _drift_nbytes(before, rows))
     if after.on_disk:
-        rest = nbytes_allocated([replace(after, count=1)])
+        rest = nbytes_allocated([evolve(after, count=1)])
         worst = max(worst, new + rest + after.on_disk * row_nbytes(after))
     return worst
 
 
 def _lane_conversion(before: Held, after: Held) -> int:
     """The whole buffers are encoded as they are, slack included."""
-    new = nbytes_allocated([replace(after, count=1)])
+    new = nbytes_allocated([evolve(after, count=1)])
     side = max(before.key_width, before.value_width) * before.capacity
     decoded = 0 if before.layout.dense else dense_row_nbytes(before) * before.capacity
     return new + decoded + _scratch(after.layout.keys, side) + _drift_nbytes(before, before.capacity)
@@ -518,32 +540,3 @@ def _drift_nbytes(held: Held, rows: int) -> int:
     """Four float32 arrays of the rows that are compared, and one in the rows' own type if that is another."""
     width = max(held.key_width, held.value_width)
     return min(rows, DRIFT_ROWS) * width * (16 + (held.itemsize if held.itemsize != 4 else 0))
-
-
-def most_rows_within(
-    layers: Sequence[Held],
-    nbytes: int,
-    *,
-    then: Callable[[tuple[Held, ...]], tuple[Held, ...]],
-    quantize: Quantize | None = None,
-) -> int:
-    """The most rows per layer that, after ``then`` (for example the next step), stay within ``nbytes`` allocated bytes.
-
-    With ``quantize`` the rows are re-encoded as well. 0 when not even one row fits.
-    """
-    low, high = 0, max((one.rows for one in layers if one.changeable), default=0)
-    while low < high:
-        rows = (low + high + 1) // 2
-        cut = tuple(_cut_to(one, min(rows, one.rows)) if one.changeable else one for one in layers)
-        if quantize is not None:
-            cut = after_action(cut, quantize)
-        if nbytes_allocated(then(cut)) <= nbytes:
-            low = rows
-        else:
-            high = rows - 1
-    return low
-
-
-def _cut_to(held: Held, rows: int) -> Held:
-    tail, sealed = kept_of(held, rows, DEFAULT_SINKS, ())
-    return replace(held, rows=held.head + tail + sealed, capacity=sealed, tail=tail, on_disk=0)

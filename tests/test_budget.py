@@ -7,7 +7,18 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from harness import UNPACKABLE, allocated, fast_first, feed, held_of, pieces, quiet, real_bytes, tokens
+from harness import (
+    UNPACKABLE,
+    allocated,
+    fast_first,
+    feed,
+    held_of,
+    pieces,
+    quiet,
+    real_bytes,
+    smallest,
+    tokens,
+)
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -40,15 +51,6 @@ GROWING = (
 
 #: Models whose cache does not grow without bound.
 BOUNDED = ("mamba", "rwkv7", "recurrent_gemma")
-
-
-def smallest(model: Any) -> int:
-    """The smallest budget, as the refusal of an impossible one names it."""
-    with pytest.raises(BudgetError, match=r"smallest that works for this model is \d+ bytes") as caught:
-        quiet(model, budget=1)
-    found = re.search(r"(\d+) bytes", str(caught.value))
-    assert found is not None
-    return int(found[1])
 
 
 def check_log(cache: LuminaCache) -> list[str]:

@@ -73,7 +73,13 @@ def test_a_users_mistake_gets_a_message_and_exit_code_2(args, says):
 def test_gap_prints_both_sides_and_says_simulated(log):
     done = cli("gap", str(log))
     assert done.returncode == 0
-    for part in ("[execution state: simulated]", "best of A", "best of F", "because", "mean gap over"):
+    for part in (
+        "[execution state: simulated]",
+        "best of A",
+        "best of F",
+        "policy's choice",
+        "mean gap over",
+    ):
         assert part in done.stdout
 
 

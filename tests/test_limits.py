@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumina_cache.policy.limits import AGAIN_SECONDS, CALM_SECONDS, LimitKeeper, price_of_time
@@ -114,6 +114,7 @@ def test_after_calm_the_limit_rises_step_by_step_to_the_budget() -> None:
     assert keeper.lowered is None
 
 
+@settings(deadline=None)
 @given(
     script=st.lists(
         st.tuples(

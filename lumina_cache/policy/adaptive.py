@@ -15,7 +15,8 @@ __all__ = ["Adaptive", "nearest"]
 class Adaptive:
     """Highest score; of scores that tie, lossless before lossy, fewer parts before more, lower peak before higher.
 
-    While everything fits nothing lossy is done, however fast it would make the next steps: rows given up are gone.
+    While everything fits nothing lossy is done, however fast it would make the next steps: rows given up are gone. A
+    time that nobody measured counts as that of the slowest candidate, or not measuring would pay.
     """
 
     name: str = "adaptive"
@@ -29,10 +30,11 @@ class Adaptive:
         fitting = [c for c in candidates if c.feasible and c.nbytes_next <= (state.limit.nbytes or 0)]
         scored = [c for c in fitting if c.score.total is not None]
         if scored:
+            slowest = max((c.score.time for c in candidates if c.score.time is not None), default=0.0)
             best = max(
                 scored,
                 key=lambda c: (
-                    round(c.score.total or 0.0, 9),
+                    round(_points(c, state.weights.time * max(0.0, slowest)), 9),
                     not c.action.lossy,
                     -len(c.action.parts),
                     -c.nbytes_peak,
@@ -47,6 +49,11 @@ class Adaptive:
                 f"({most.nbytes_next} bytes)",
             )
         return nearest(state, candidates)
+
+
+def _points(candidate: Candidate, slowest: float) -> float:
+    total = candidate.score.total or 0.0
+    return total - slowest if candidate.score.time is None else total
 
 
 def nearest(state: State, candidates: Sequence[Candidate]) -> Decision:

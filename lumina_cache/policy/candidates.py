@@ -10,19 +10,20 @@ from ..actions import DEFAULT_SINKS, Action, Composite, Evict, Keep, Plan, Quant
 from ..allocate import Option, allocate
 from ..backend.capabilities import BackendProfile
 from ..backend.feasibility import Reason, classify
-from ..codecs import Layout
 from ..codecs.base import grown_capacity
 from ..estimate import (
     Held,
     after_action,
     after_append,
+    carried_out,
     dense_row_nbytes,
     held_within,
     kept_of,
+    layout_of,
     nbytes_allocated,
     nbytes_live,
-    peak_of_action,
 )
+from ..evolve import evolve
 from ..profile import CodecFigure, EvictionFigure, Profile
 from .expected import Expected, Stored, evicted, own_seconds, stored
 from .score import Inputs, score
@@ -52,32 +53,41 @@ def grouped(state: State, profile: Profile) -> tuple[Group, ...]:
     """Equal layers counted, with the sum of their sensitivities."""
     if not state.each:
         return tuple(Group(one, one.count) for one in state.layers)
-    changeable = sum(one.changeable for one in state.each)
+    depth = _depth(state)
     found: dict[tuple[object, ...], tuple[Held, int, float]] = {}
     for one in state.each:
         key = _ALIKE(one)
         first, count, weight = found.get(key, (one, 0, 0.0))
-        found[key] = first, count + 1, weight + profile.weight(one.index, changeable)
-    return tuple(Group(replace(first, count=n, index=-1), weight) for first, n, weight in found.values())
+        found[key] = first, count + 1, weight + profile.weight(one.index, depth)
+    return tuple(Group(evolve(first, count=n, index=-1), weight) for first, n, weight in found.values())
+
+
+def _depth(state: State) -> int:
+    """How many layers the model has."""
+    return 1 + max((one.index for one in state.each), default=-1)
 
 
 # -- how many rows fit ----------------------------------------------------------------------------------------------
 
 
 def rows_that_fit(state: State, limit: int, codec: Quantize | None) -> int:
-    """The most rows per layer that stay within ``limit`` bytes after the coming step and one token more; 0 if none do.
+    """The most rows that an eviction, and ``codec`` after it, may leave to stay within ``limit`` bytes.
 
-    As ``most_rows_within(layers, limit, then=next_layers, quantize=…)`` in plain numbers, without building values: it is
-    asked once for every codec in every decision. ``codec`` None stands for rows as they are stored.
+    Bytes are those after the coming step and one token more; 0 if no number of rows is few enough. Plain numbers, without
+    building values: it is asked once for every codec in every decision. ``codec`` None stands for rows as they are
+    stored.
     """
-    tokens, layout = state.tokens, None if codec is None else codec.layout
     ours = [one for one in state.layers if one.changeable]
     others: Iterable[Held] = [one for one in state.layers if not one.changeable]
     if codec is not None:
         others = after_action(others, codec)
-    fixed = nbytes_allocated(next_layers(others, tokens))
+    fixed = nbytes_allocated(next_layers(others, state.tokens))
+
+    def nbytes_with(rows: int) -> int:
+        return fixed + sum(_nbytes_with(one, rows, state, codec) for one in ours)
+
     low, high = 0, max((one.rows for one in ours), default=0)
-    low_bytes, high_bytes = fixed, fixed + sum(_after(one, high, state, layout) for one in ours)
+    low_bytes, high_bytes = fixed, nbytes_with(high)
     if high_bytes <= limit:
         return high
     while high - low > 1:
@@ -90,7 +100,7 @@ def rows_that_fit(state: State, limit: int, codec: Quantize | None) -> int:
         }:
             if not low < rows < high:
                 continue
-            nbytes = fixed + sum(_after(one, rows, state, layout) for one in ours)
+            nbytes = nbytes_with(rows)
             if nbytes <= limit:
                 low, low_bytes = rows, nbytes
             else:
@@ -98,25 +108,35 @@ def rows_that_fit(state: State, limit: int, codec: Quantize | None) -> int:
     return low
 
 
-def _after(one: Held, rows: int, state: State, layout: Layout | None) -> int:
-    """Bytes of layers cut to ``rows`` rows, re-encoded, after two steps of ``tokens`` tokens and of one."""
-    in_tail, sealed = kept_of(one, min(rows, one.rows), DEFAULT_SINKS, state.protect)
-    if layout is None:
-        layout, head, tail = one.layout, one.head, in_tail
-    else:
-        rows = one.head + in_tail + sealed
-        head = min(layout.sinks, rows)
-        sealed = layout.sealable(rows - head)
-        tail = rows - head - sealed
-    capacity = sealed
+def _nbytes_with(one: Held, rows: int, state: State, codec: Quantize | None) -> int:
+    """Bytes of layers after an eviction to ``rows`` rows, ``codec``, a step of the state's tokens, and one token more."""
+    if one.on_disk:
+        eviction = Evict("sinks_window", rows=max(1, rows))
+        action = eviction if codec is None else Composite((eviction, codec))
+        return nbytes_allocated(next_layers(after_action([one], action, state.protect), state.tokens))
+    layout, head, tail, sealed, capacity = one.layout, one.head, one.tail, one.sealed, one.capacity
+    room = one.tail_capacity
+    if rows < one.rows:
+        in_tail, kept = kept_of(one, max(1, rows), DEFAULT_SINKS, state.protect)
+        if head + in_tail + kept < one.rows:
+            tail, sealed, capacity = in_tail, kept, kept
+    held = head + tail + sealed
+    new = layout if codec is None else layout_of(codec)
+    if new != layout:
+        layout = new
+        head = min(layout.sinks, held)
+        capacity = sealed = layout.sealable(held - head)
+        tail, room = held - head - sealed, layout.tail_capacity
     for n in (state.tokens, 1):
         if n == 0:
             continue
-        new = layout.sealable(tail + n)
-        capacity = grown_capacity(sealed, capacity, new)
-        sealed, tail = sealed + new, tail + n - new
+        first = min(n, layout.sinks - head) if held == head < layout.sinks else 0
+        head, tail, held, room = head + first, tail + n - first, held + n, layout.tail_capacity
+        more = layout.sealable(tail)
+        capacity = grown_capacity(sealed, capacity, more)
+        sealed, tail = sealed + more, tail - more
     row = layout.row_nbytes(one.key_width, one.value_width, one.itemsize)
-    return one.count * (capacity * row + (head + layout.tail_capacity) * dense_row_nbytes(one))
+    return one.count * (capacity * row + (head + room) * dense_row_nbytes(one) + one.fixed_nbytes)
 
 
 # -- what is weighed ------------------------------------------------------------------------------------------------
@@ -151,10 +171,11 @@ def _evict(figure: EvictionFigure, rows: int) -> Evict:
 
 @dataclass(frozen=True)
 class PlannedLayers:
-    """A plan with the layers as they are after it, so that they need not be worked out again."""
+    """A plan with the layers as they are after it and the peak on the way, so that nothing is worked out again."""
 
     plan: Plan
     groups: tuple[Group, ...]
+    nbytes_peak: int
 
 
 def plans_for(
@@ -166,95 +187,147 @@ def plans_for(
         feasible: codecs that this backend can execute on every layer.
         scorer: for the plans that evict as well; None: no plan does.
     """
-    if state.limit.nbytes is None or not state.each or not feasible or not profile.sensitivity:
+    if state.limit.nbytes is None or not feasible or not profile.sensitivity:
         return ()
-    each = [one for one in state.each if one.changeable]
-    if not each:
+    units: dict[int, list[Held]] = {}
+    others = []
+    for one in state.each:
+        if one.changeable and one.index >= 0:
+            units.setdefault(one.index, []).append(one)
+        else:
+            others.append(one)
+    if len(units) < 2:
         return ()
-    others = tuple(one for one in state.each if not one.changeable)
-    room = state.limit.nbytes - nbytes_allocated(next_layers(others, state.tokens))
-    figures = [figure for codec in feasible if (figure := profile.by_layout.get(_layout(codec))) is not None]
+    figures = [figure for codec in feasible if (figure := profile.codec(codec)) is not None]
     eviction = None if scorer is None else profile.evictor(scorer)
+    each = [one for unit in units.values() for one in unit]
     offset, held = max(one.offset for one in each), max(one.rows for one in each)
+    planner = _Planner(
+        state,
+        profile,
+        tuple(sorted(units.items())),
+        tuple(others),
+        figures,
+        tuple(profile.weight(index, _depth(state)) for index in sorted(units)),
+        state.limit.nbytes - nbytes_allocated(next_layers(others, state.tokens)),
+    )
     found = []
     for share in PLAN_SHARES:
         rows = round(share * offset)
         if share < 1.0 and (eviction is None or not 0 < rows < held):
             continue
-        evict = None if share == 1.0 or eviction is None else _evict(eviction, rows)
-        planned = _plan(state, profile, each, others, figures, evict, room)
+        planned = planner.plan(None if share == 1.0 or eviction is None else _evict(eviction, rows))
         if planned is not None:
             found.append(planned)
     return tuple(found)
 
 
-def _layout(codec: Quantize) -> Layout:
-    assert codec.layout is not None
-    return codec.layout
+@dataclass(frozen=True)
+class _Choice:
+    """One thing that the caches of a layer could do, and what comes of it."""
+
+    action: Action
+    after: tuple[Held, ...]
+    nbytes_next: int
+    saved: int  #: bytes allocated before less after it
+    peak: int  #: most bytes on the way beyond those allocated before
+    kl: float  #: before the layer's sensitivity
 
 
 @dataclass(frozen=True)
-class _Choice:
-    """What equal layers could do: actions, what each leaves of one layer, its bytes, and its damage before weighting."""
+class _Planner:
+    """What is the same for every share of rows."""
 
-    actions: tuple[Action, ...]
-    after: tuple[Held, ...]
-    nbytes: tuple[int, ...]
-    kl: tuple[float, ...]
+    state: State
+    profile: Profile
+    units: tuple[
+        tuple[int, list[Held]], ...
+    ]  #: number of a layer, and its caches (models may have several in one)
+    others: tuple[Held, ...]
+    figures: Sequence[CodecFigure]
+    weights: tuple[float, ...]
+    room: int  #: bytes
 
+    def plan(self, evict: Evict | None) -> PlannedLayers | None:
+        """The codecs that lose least in all within the room; None if there are none, or all are the same."""
+        kinds: dict[tuple[object, ...], list[_Choice]] = {}
+        choices: list[list[_Choice]] = []
+        for _, unit in self.units:
+            key = tuple(_ALIKE(one) for one in unit)
+            if key not in kinds:
+                kinds[key] = self._choices(unit, evict)
+            choices.append(kinds[key])
+        options = [
+            [Option(one.nbytes_next, one.kl * weight) for one in each]
+            for each, weight in zip(choices, self.weights, strict=True)
+        ]
+        if not all(options):
+            return None
+        found = allocate(options, self.room, exact=len(self.units) <= SEARCHED_EXACTLY)
+        if found is None:
+            return None
+        chosen = [each[j] for each, j in zip(choices, found.chosen, strict=True)]
+        if len({one.action for one in chosen}) < 2:
+            return None  # the same for all: that is among the other candidates
+        plan = Plan(_ranges([(unit[0], one.action) for unit, one in zip(self.units, chosen, strict=True)]))
+        return PlannedLayers(plan, self._groups(chosen), self._peak(chosen))
 
-def _plan(
-    state: State,
-    profile: Profile,
-    each: Sequence[Held],
-    others: Sequence[Held],
-    figures: Sequence[CodecFigure],
-    evict: Evict | None,
-    room: int,
-) -> PlannedLayers | None:
-    kinds: dict[tuple[object, ...], _Choice] = {}
-    choices: list[_Choice] = []
-    for one in each:
-        key = _ALIKE(one)
-        if key not in kinds:
-            kinds[key] = _choices(replace(one, index=-1), state, profile, figures, evict)
-        choices.append(kinds[key])
-    weights = [profile.weight(one.index, len(each)) for one in each]
-    options = [
-        [Option(n, kl * weight) for n, kl in zip(choice.nbytes, choice.kl, strict=True)]
-        for choice, weight in zip(choices, weights, strict=True)
-    ]
-    found = allocate(options, room, exact=len(each) <= SEARCHED_EXACTLY) if all(options) else None
-    if found is None:
-        return None
-    chosen = [
-        (one.index, choice.actions[j]) for one, choice, j in zip(each, choices, found.chosen, strict=True)
-    ]
-    if len({str(action) for _, action in chosen}) < 2:
-        return None  # the same for all: that is among the other candidates
-    sums: dict[tuple[int, int], tuple[Held, int, float]] = {}
-    for choice, j, weight in zip(choices, found.chosen, weights, strict=True):
-        held, count, so_far = sums.get((id(choice), j), (choice.after[j], 0, 0.0))
-        sums[id(choice), j] = held, count + 1, so_far + weight
-    groups = [Group(replace(held, count=n), weight) for held, n, weight in sums.values()]
-    return PlannedLayers(Plan(_ranges(chosen)), (*groups, *(Group(one, one.count) for one in others)))
+    def _choices(self, unit: Sequence[Held], evict: Evict | None) -> list[_Choice]:
+        """Everything that these caches could do, without what another choice beats in bytes and loss alike."""
+        figures = [self.profile.by_layout.get(one.layout) for one in unit]
+        known = all(f is not None or one.layout.dense for f, one in zip(figures, unit, strict=True))
+        stay = [(None, sum(f.kl for f in figures if f is not None))] if known else []
+        coded = [
+            (f.action, f.kl * len(unit))
+            for f in self.figures
+            if not any(_coarser_already(one, f.action) for one in unit)
+        ]
+        found = sorted(
+            (self._choice(unit, evict, codec, kl) for codec, kl in (*stay, *coded)),
+            key=lambda one: (one.nbytes_next, one.kl),
+        )
+        front: list[_Choice] = []
+        for one in found:
+            if not front or one.kl < front[-1].kl:
+                front.append(one)
+        return front
 
-
-def _choices(
-    one: Held, state: State, profile: Profile, figures: Sequence[CodecFigure], evict: Evict | None
-) -> _Choice:
-    now = profile.by_layout.get(one.layout)
-    stay = () if now is None and not one.layout.dense else ((None, 0.0 if now is None else now.kl),)
-    coded = [(figure.action, figure.kl) for figure in figures if not _coarser_already(one, figure.action)]
-    actions: list[Action] = []
-    kls: list[float] = []
-    for codec, kl in (*stay, *coded):
+    def _choice(
+        self, unit: Sequence[Held], evict: Evict | None, codec: Quantize | None, kl: float
+    ) -> _Choice:
         parts: tuple[Action, ...] = tuple(part for part in (evict, codec) if part is not None)
-        actions.append(Keep() if not parts else parts[0] if len(parts) == 1 else Composite(parts))
-        kls.append(kl)
-    after = tuple(after_action([one], action, state.protect)[0] for action in actions)
-    nbytes = tuple(nbytes_allocated(next_layers([held], state.tokens)) for held in after)
-    return _Choice(tuple(actions), after, nbytes, tuple(kls))
+        action = Keep() if not parts else parts[0] if len(parts) == 1 else Composite(parts)
+        before = total = nbytes_allocated(unit)
+        peak, after = 0, []
+        for one in unit:
+            own = nbytes_allocated([one])
+            [done], most = carried_out([one], action, self.state.protect)
+            peak = max(peak, total - own + most - before)
+            total += nbytes_allocated([done]) - own
+            after.append(done)
+        nbytes = nbytes_allocated(next_layers(after, self.state.tokens))
+        return _Choice(action, tuple(after), nbytes, before - total, peak, kl)
+
+    def _groups(self, chosen: Sequence[_Choice]) -> tuple[Group, ...]:
+        sums: dict[int, tuple[_Choice, int, float]] = {}
+        for one, weight in zip(chosen, self.weights, strict=True):
+            _, count, so_far = sums.get(id(one), (one, 0, 0.0))
+            sums[id(one)] = one, count + 1, so_far + weight
+        ours = [
+            Group(evolve(held, count=n, index=-1), weight)
+            for one, n, weight in sums.values()
+            for held in one.after
+        ]
+        depth = _depth(self.state)
+        return (*ours, *(Group(one, self.profile.weight(one.index, depth)) for one in self.others))
+
+    def _peak(self, chosen: Sequence[_Choice]) -> int:
+        """Layer by layer, in the order in which a plan is carried out."""
+        total = peak = nbytes_allocated(self.state.each)
+        for one in chosen:
+            peak = max(peak, total + one.peak)
+            total -= one.saved
+        return peak
 
 
 def _coarser_already(held: Held, codec: Quantize) -> bool:
@@ -264,11 +337,11 @@ def _coarser_already(held: Held, codec: Quantize) -> bool:
     return wanted == now or wanted[0] > now[0] or wanted[1] > now[1]
 
 
-def _ranges(chosen: Sequence[tuple[int, Action]]) -> tuple[tuple[tuple[int, int], Action], ...]:
+def _ranges(chosen: Iterable[tuple[int, Action]]) -> tuple[tuple[tuple[int, int], Action], ...]:
     """Runs of neighbouring layers with the same action; layers that are kept as they are need no name."""
     runs: list[tuple[int, int, Action]] = []
-    for index, action in sorted(chosen, key=lambda one: one[0]):
-        if runs and runs[-1][2] is action and runs[-1][1] >= index - 1:
+    for index, action in chosen:
+        if runs and runs[-1][1] == index - 1 and runs[-1][2] == action:
             runs[-1] = (runs[-1][0], index, action)
         elif not isinstance(action, Keep):
             runs.append((index, index, action))
@@ -294,8 +367,21 @@ def weigh(
         rows_must_stay=state.rows_must_stay,
         pinned=held_within(state.protect, state.layers),
     )
-    plans = {id(one.plan): one.groups for one in planned}
-    weighing = _Weighing(state, profile, grouped(state, profile), nbytes_live(state.layers), {}, plans)
+    plans = {id(one.plan): one for one in planned}
+    same = Inputs(
+        nbytes_next=0,
+        nbytes_peak=0,
+        limit=state.limit.nbytes,
+        memory=None if state.available is None else nbytes_allocated(state.layers) + state.available,
+        kl=None,
+        p95=None,
+        source="",
+        step_seconds=profile.step_seconds,
+        horizon=state.horizon,
+        error_mean=state.prediction_error[0],
+        error_spread=state.prediction_error[1],
+    )
+    weighing = _Weighing(state, profile, grouped(state, profile), nbytes_live(state.layers), same, {}, plans)
     return tuple(weighing.candidate(v.action, v.reasons) for v in verdicts)
 
 
@@ -314,28 +400,24 @@ class _Weighing:
     profile: Profile
     groups: tuple[Group, ...]
     touched: int
+    same: Inputs  #: what is the same for every action
     known: dict[object, _After]
-    plans: Mapping[int, tuple[Group, ...]]
+    plans: Mapping[int, PlannedLayers]
 
     def candidate(self, action: Action, reasons: tuple[Reason, ...]) -> Candidate:
         state = self.state
         after = self._after(action)
         scorer = next((p.scorer for p in singles(action) if isinstance(p, Evict)), None)
         figures: Expected = evicted(after.stored, self.profile, scorer or state.evicted_by)
-        inputs = Inputs(
+        inputs = evolve(
+            self.same,
             nbytes_next=after.nbytes_next,
             nbytes_peak=after.nbytes_peak,
-            limit=state.limit.nbytes,
-            memory=None if state.available is None else nbytes_allocated(state.layers) + state.available,
             kl=figures.kl,
             p95=figures.p95,
             source=figures.source,
             time_ratio=figures.time_ratio,
             own_seconds=own_seconds(action, self.touched, self.profile),
-            step_seconds=self.profile.step_seconds,
-            horizon=state.horizon,
-            error_mean=state.prediction_error[0],
-            error_spread=state.prediction_error[1],
         )
         return Candidate(action, reasons, inputs, score(inputs, state.weights))
 
@@ -346,26 +428,21 @@ class _Weighing:
         return self.known[key]
 
     def _work_out(self, action: Action) -> _After:
-        held = [group.held for group in self.groups]
-        if isinstance(action, Plan):
-            after = self.plans.get(id(action)) or self._after_plan(action)
-            # Layer by layer, and never more than one layer's transient above what is held.
-            peak = max(peak_of_action(held, a, self.state.protect) for _, a in action.assignments)
+        planned = self.plans.get(id(action))
+        if planned is not None:
+            after, peak = planned.groups, planned.nbytes_peak
+        elif isinstance(action, Plan):
+            each, peak = carried_out(self.state.each, action, self.state.protect)
+            after = grouped(replace(self.state, each=each), self.profile)
         else:
-            layers = after_action(held, action, self.state.protect)
+            layers, peak = carried_out([group.held for group in self.groups], action, self.state.protect)
             after = tuple(Group(one, g.weight) for one, g in zip(layers, self.groups, strict=True))
-            peak = peak_of_action(held, action, self.state.protect)
         nbytes = nbytes_allocated(next_layers((g.held for g in after), self.state.tokens))
         return _After(stored(after, self.profile), nbytes, peak)
 
-    def _after_plan(self, action: Plan) -> tuple[Group, ...]:
-        each = after_action(self.state.each, action, self.state.protect)
-        return grouped(replace(self.state, each=each), self.profile)
-
 
 def _storage(part: Action) -> object:
+    """What of a single action decides how rows are stored afterwards, and how many."""
     if isinstance(part, Evict):
-        return part.rows, part.ratio
-    if isinstance(part, Quantize):
-        return part.codec, part.key_bits, part.value_bits, part.group_size, part.residual
+        return part.rows, part.ratio, part.sinks
     return part

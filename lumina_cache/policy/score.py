@@ -33,6 +33,9 @@ class Weights:
     time: float = 1.0
     risk: float = 1.0
 
+    def to_record(self) -> dict[str, float]:
+        return {"time": self.time, "risk": self.risk}
+
 
 @dataclass(frozen=True)
 class Inputs:

@@ -81,7 +81,7 @@ class State:
             "protect": [list(one) for one in self.protect],
             "evicted_by": self.evicted_by,
             "prediction_error": list(self.prediction_error),
-            "weights": {"time": self.weights.time, "risk": self.weights.risk},
+            "weights": self.weights.to_record(),
             "machine": self.machine,
         }
 
