@@ -39,6 +39,23 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document in
 Budget = Annotated[
     str | None, typer.Option("--budget", "-b", help="Memory for the KV cache, for example 512MB or 2GB.")
 ]
+Plan = Annotated[
+    str | None,
+    typer.Option(
+        "--plan",
+        help="What to do to the rows when the prompt is over, instead of a budget: an action's text form.",
+    ),
+]
+Protect = Annotated[
+    list[str] | None,
+    typer.Option("--protect", help="Positions FIRST-END whose rows are never evicted; may be given again."),
+]
+Disk = Annotated[
+    str | None,
+    typer.Option(
+        "--disk", help="A directory that rows may be moved to; 'default': one in the cache directory."
+    ),
+]
 LogPath = Annotated[
     Path | None,
     typer.Option("--log", help="Where to write the audit log; default: a new file in the state directory."),
@@ -105,7 +122,8 @@ def demo(
 @app.command(
     epilog="Examples:  lumina-cache run --prompt 'Why is the sky blue?'   |   "
     "lumina-cache run --prompt-file notes.txt --budget 512MB --model ~/models/llama   |   "
-    "cat notes.txt | lumina-cache run --prompt-file - --json"
+    "cat notes.txt | lumina-cache run --prompt-file - --json   |   lumina-cache run -f notes.txt "
+    "--plan evict:keydiff@rows=512+quant:affine,bits=8 --protect 0-40"
 )
 def run(
     model: Model = None,
@@ -115,6 +133,9 @@ def run(
         typer.Option("--prompt-file", "-f", help="A text file with the prompt; - for standard input."),
     ] = None,
     budget: Budget = None,
+    plan: Plan = None,
+    protect: Protect = None,
+    disk: Disk = None,
     log: LogPath = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 256,
     raw: Annotated[
@@ -126,7 +147,18 @@ def run(
     from .lab.run import run_prompt
 
     text = _prompt(prompt, prompt_file)
-    run_prompt(model=model, prompt=text, budget=budget, log=log, max_tokens=max_tokens, raw=raw, as_json=json)
+    run_prompt(
+        model=model,
+        prompt=text,
+        budget=budget,
+        plan=plan,
+        protect=[_range(one) for one in protect or ()],
+        disk=None if disk is None else True if disk == "default" else disk,
+        log=log,
+        max_tokens=max_tokens,
+        raw=raw,
+        as_json=json,
+    )
 
 
 @app.command(
@@ -380,6 +412,14 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if not prompt.strip():
         raise _mistake("the prompt is empty")
     return prompt
+
+
+def _range(text: str) -> range:
+    """Positions FIRST to END, both included."""
+    first, dash, end = text.partition("-")
+    if not (dash and first.isdecimal() and end.isdecimal() and int(first) <= int(end)):
+        raise _mistake(f"--protect {text}: give positions such as 0-120, the first and the last one")
+    return range(int(first), int(end) + 1)
 
 
 def _mistake(text: str) -> Any:

@@ -373,6 +373,8 @@ class Controller:
         start, written = time.perf_counter(), self._written()
         with self._busy():
             self.suspended = suspend([e for t in self.trackers for e in self._objects(t)], self.disk)
+        if self.suspended is None:
+            return 0
         mx.clear_cache()
         written = self._count_written(written)
         self.log.write(
@@ -528,7 +530,12 @@ class Controller:
         if limit.nbytes is not None and predicted > limit.nbytes:
             with self._busy():
                 left = self._left_by_others(limit, beginning, tokens)
-                self._decide(steps, decider, left, tokens if beginning is steps else 0, trigger)
+                known = -1
+                while known != len(
+                    self._guarded
+                ):  # again if the guard let nothing be done of what was chosen
+                    known = len(self._guarded)
+                    self._decide(steps, decider, left, tokens if beginning is steps else 0, trigger)
             self._say_if_over(beginning, tokens, limit.nbytes)
         self._renew_slack(beginning, tokens)
 
@@ -568,12 +575,11 @@ class Controller:
             self._execute(steps, decision.action, "policy", decider.number)
 
     def _against(self, action: Action) -> tuple[Reason, ...]:
-        """Reasons from earlier attempts: the outlier guard lets nothing be done of a codec."""
+        """Why not, from earlier attempts: the outlier guard let nothing be done of a codec with as many bits or more."""
+        parts = [part for part in singles(action) if isinstance(part, Quantize)]
         return tuple(
-            reason
-            for part in singles(action)
-            if isinstance(part, Quantize) and (reason := self._guarded.get(part)) is not None
-        )
+            reason for tried, reason in self._guarded.items() if any(_no_finer(p, tried) for p in parts)
+        )[:1]
 
     def _find_profile(self) -> Profile:
         """Figures measured on this model and machine, or the library's own, borrowed."""
@@ -824,6 +830,12 @@ def _held_within(pinned: Pinned, layers: tuple[Held, ...], action: Action | None
     first = min((part.sinks for part in evictions), default=DEFAULT_SINKS)
     last = seen - min((part.recent for part in evictions), default=0)
     return _covered((max(first, start), min(end, last)) for start, end in pinned)
+
+
+def _no_finer(one: Quantize, other: Quantize) -> bool:
+    """Whether ``one`` stores rows as ``other`` does, with no more bits."""
+    coarser = one.key_bits <= other.key_bits and one.value_bits <= other.value_bits
+    return (one.codec, one.group_size) == (other.codec, other.group_size) and coarser
 
 
 def _covered(ranges: Iterable[tuple[int, int]]) -> int:

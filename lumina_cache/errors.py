@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "ActionInfeasibleError",
     "ActionSyntaxError",
+    "AgreementError",
     "AttentionInputError",
     "BackendInterfaceError",
     "BudgetError",
@@ -25,6 +26,8 @@ __all__ = [
     "ModelUnavailableError",
     "ObservationError",
     "ProfileFormatError",
+    "RankLostError",
+    "RanksApartError",
     "TableFormatError",
     "UnsupportedCacheError",
 ]
@@ -52,6 +55,10 @@ class ActionSyntaxError(LuminaError, ValueError):
 
 class ActionInfeasibleError(LuminaError):
     """An action that this backend cannot execute in this state; the cache is left as it was."""
+
+
+class AgreementError(LuminaError, ValueError):
+    """Numbers or settings that several ranks cannot agree on."""
 
 
 class AttentionInputError(LuminaError, ValueError):
@@ -112,6 +119,14 @@ class ModelUnavailableError(LuminaError):
 
 class ProfileFormatError(LuminaError, ValueError):
     """A file of calibrated figures that cannot be read."""
+
+
+class RankLostError(LuminaError):
+    """Another rank of a distributed generation has died or hangs. The cache is as it was, and nothing more is decided."""
+
+
+class RanksApartError(LuminaError):
+    """The ranks of a distributed generation are not at the same point of it."""
 
 
 class ObservationError(LuminaError):

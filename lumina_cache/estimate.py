@@ -24,10 +24,12 @@ from .actions import (
     Reclaim,
     Reserve,
 )
+from .backend.capabilities import KEYS, VALUES
 from .codecs import AffineFetch, Codec, Layout
 from .codecs.base import STEP, grown_capacity
 from .evolve import evolve
 from .rows import DRIFT_ROWS, Pinned
+from .scorers import SCORERS
 
 __all__ = [
     "Held",
@@ -46,9 +48,11 @@ __all__ = [
     "merge_equal",
     "nbytes_allocated",
     "nbytes_live",
+    "parts_carried_out",
     "peak_of_action",
     "row_nbytes",
     "rows_to_disk",
+    "scoring_nbytes",
     "split_kept",
     "tokens_without_growth",
     "transient_of_action",
@@ -454,10 +458,18 @@ def carried_out(layers: Sequence[Held], action: Action, pinned: Pinned = ()) -> 
             total += nbytes_allocated([done]) - before
             after.append(done)
         return tuple(after), peak
-    for part in action.parts:
+    return parts_carried_out(now, action.parts, pinned)
+
+
+def parts_carried_out(
+    layers: tuple[Held, ...], parts: Iterable[Action], pinned: Pinned = ()
+) -> tuple[tuple[Held, ...], int]:
+    """:func:`carried_out` for single actions, one after the other."""
+    now, peak = layers, nbytes_allocated(layers)
+    for part in parts:
         done_all = after_action(now, part, pinned)
-        transient = max((_transient(a, b) for a, b in zip(now, done_all, strict=True)), default=0)
-        peak = max(peak, nbytes_allocated(now) + transient)
+        transient = max((_transient(a, b, part) for a, b in zip(now, done_all, strict=True)), default=0)
+        peak = max(peak, max(nbytes_allocated(now), nbytes_allocated(done_all)) + transient)
         now = done_all
     return now, peak
 
@@ -467,14 +479,46 @@ def transient_of_action(held: Held, action: Action) -> int:
     most = 0
     for part in action.parts:
         [after] = after_action([held], part)
-        most, held = max(most, _transient(held, after)), after
+        most, held = max(most, _transient(held, after, part)), after
     return most
 
 
-def _transient(before: Held, after: Held) -> int:
+def _transient(before: Held, after: Held, action: Action) -> int:
     """Bytes that exist at the worst moment beside one layer as it was."""
     if before == after:
         return 0
+    scoring = scoring_nbytes(before, action) if isinstance(action, Evict) else 0
+    return max(scoring, _moving(before, after))
+
+
+#: Arrays of one number per row and head that choosing takes: positions, scores, ranks, what is protected.
+_RANKING = 12
+
+
+def scoring_nbytes(held: Held, action: Evict) -> int:
+    """What a scorer makes of the rows before any is copied."""
+    ranking = _RANKING * held.heads * held.rows * 4
+    scorer = SCORERS.get(action.scorer)
+    if scorer is None or not scorer.reads_rows:
+        return ranking
+    copies = scorer.copies + (len({KEYS, VALUES} & scorer.method.requires) if held.itemsize != 4 else 0)
+    side = max(held.key_width, held.value_width) * held.rows * 4
+    return _decoding(held) + ranking + round(copies * side)
+
+
+def _decoding(held: Held) -> int:
+    """All rows dense, where they do not lie there as they are: read, decoded, and a decoded side joined to the tail."""
+    if held.layout.dense and not held.on_disk:
+        return 0
+    read = (2 * held.on_disk + held.sealed) * row_nbytes(held) if held.on_disk else 0
+    side = max(held.key_width, held.value_width) * held.rows
+    # mlx decodes affine codes on the CPU by a multiplication and an addition in float32.
+    scratch = side * 4 * (1 if held.itemsize == 4 else 2)
+    return dense_row_nbytes(held) * held.rows + read + scratch
+
+
+def _moving(before: Held, after: Held) -> int:
+    """New buffers, and what they are made by way of."""
     if after.layout != before.layout and after.kind == "kv":
         return _conversion(before, after)
     if after.layout != before.layout:
@@ -511,11 +555,10 @@ def _conversion(before: Held, after: Held) -> int:
         second = new + cut * values + _scratch(after.layout.values, before.value_width * rows)
         worst = max(first, second)
     else:
-        # All rows are decoded before the first is encoded; a decoded tail is joined on by a copy of one side.
-        decoded = dense_row_nbytes(before) * before.rows
+        # All rows are decoded before the first is encoded.
         side = max(before.key_width, before.value_width) * before.rows
-        read = (2 * before.on_disk + before.sealed) * row_nbytes(before) if before.on_disk else 0
-        worst = new + decoded + side * size + read + _scratch(after.layout.keys, side)
+        copies = max(after.layout.keys.copies, after.layout.values.copies)
+        worst = new + _decoding(before) + round(copies * side * 4)
     worst = max(worst, new + _drift_nbytes(before, rows))
     if after.on_disk:
         rest = nbytes_allocated([evolve(after, count=1)])
@@ -533,7 +576,7 @@ def _lane_conversion(before: Held, after: Held) -> int:
 
 def _scratch(codec: Codec, elements: int) -> int:
     """Bytes of float32 copies that encoding ``elements`` elements makes beside them."""
-    return codec.copies * elements * 4
+    return round(codec.copies * elements * 4)
 
 
 def _drift_nbytes(held: Held, rows: int) -> int:

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from .actions import Action, Evict
+from .backend.capabilities import ROW_CHOICE
 from .estimate import Held, after_action, guarded_rows, kept_of, split_kept
 from .layers import KVCache
 from .rows import Pinned
@@ -79,7 +80,7 @@ def _chosen(layer: KVCache, action: Evict, kept: int, pinned: Pinned) -> tuple[n
     kept_tail, kept_sealed = split_kept(max(0, kept - head), layer.rows - head, tail, block, guarded)
     scorer = scorer_of(action)
     keys, values = store.dense() if scorer.reads_rows else (None, None)
-    positions = _positions(layer, keys)
+    positions = _positions(layer, scorer)
     scores = scorer.scores(keys, values, positions)
     stay = protected_rows(positions, action.sinks, action.recent, pinned)
     sealed = layer.rows - tail
@@ -94,12 +95,12 @@ def _chosen(layer: KVCache, action: Evict, kept: int, pinned: Pinned) -> tuple[n
     return _as_index(blocks), _as_index(in_tail)
 
 
-def _positions(layer: KVCache, keys: mx.array | None) -> mx.array:
-    """(B, H, T), or (1, 1, T) where all heads hold the same positions and no row is looked at."""
+def _positions(layer: KVCache, scorer: Scorer) -> mx.array:
+    """(B, H, T), or (1, 1, T) where all heads hold the same positions and keep the same."""
     positions = mx.array(layer.positions())
     if positions.ndim == 3:
         return positions
-    heads = (1, 1) if keys is None else keys.shape[:2]
+    heads = layer.heads if ROW_CHOICE in scorer.method.requires else (1, 1)
     return mx.broadcast_to(positions, (*heads, positions.shape[0]))
 
 

@@ -54,8 +54,10 @@ class _Array:
 _ARRAY = _Array()
 
 
-def suspend(layers: Sequence[Any], store: DiskStore) -> Suspended:
-    """Write the arrays of all layers to one file and let go of them.
+def suspend(layers: Sequence[Any], store: DiskStore) -> Suspended | None:
+    """Write the arrays of all layers to one file and let go of them; None if there are none.
+
+    Objects of classes that mlx-lm's cache module does not define keep what they hold.
 
     Raises:
         DiskTierError: the file could not be written; the layers are as they were.
@@ -66,6 +68,8 @@ def suspend(layers: Sequence[Any], store: DiskStore) -> Suspended:
         flat = tree_flatten(layer.state, is_leaf=_is_leaf)
         states.append((weakref.ref(layer), [(k, _ARRAY if isinstance(v, mx.array) else v) for k, v in flat]))
         arrays += [v for _, v in flat if isinstance(v, mx.array)]
+    if not arrays:
+        return None
     block = store.put(arrays)
     for layer in held:
         layer.let_go()

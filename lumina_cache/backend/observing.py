@@ -35,6 +35,10 @@ __all__ = ["ScorerObserver", "rotations"]
 SAME = 1e-3
 
 
+#: Kinds of layers that add new rows behind those they hold.
+_GROWING = ("kv", "concatenate", "quantized")
+
+
 class ScorerObserver:
     """Keeps one scorer's statistics of every layer it observes; holds the layers weakly."""
 
@@ -46,7 +50,7 @@ class ScorerObserver:
 
     def observe(
         self,
-        layer: ManagedLayer,
+        layer: Any,
         queries: mx.array,
         keys: Any,
         values: Any,
@@ -54,13 +58,19 @@ class ScorerObserver:
         mask: Any,
         sinks: mx.array | None,
     ) -> tuple[mx.array, ...]:
+        if layer.kind not in _GROWING:
+            raise ObservationError(
+                f"{layer.name} is a {type(layer).__name__}, whose rows change places as it runs; observe only layers of "
+                f"the kinds {', '.join(_GROWING)}"
+            )
+        heads, _ = layer.shapes[0]
         seen = Attended(
             queries,
             _dense(layer, keys),
             scale,
             mask,
             int(layer.offset) - queries.shape[2],
-            _first(layer.keys).shape[1],
+            heads // queries.shape[0],
             sinks,
             self._rotations.get(layer.name),
         )
@@ -106,10 +116,6 @@ class ScorerObserver:
                 f"{layer.name} holds {rows} rows, and the statistics stand for {stats.held}: gather both alike"
             )
         return self.scorer.scores(stats, keys, values, positions, self._rotations.get(layer.name))
-
-
-def _first(buffers: Any) -> mx.array:
-    return buffers if isinstance(buffers, mx.array) else buffers[0]
 
 
 def _dense(layer: Any, rows: Any) -> mx.array:

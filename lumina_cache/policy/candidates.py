@@ -22,6 +22,8 @@ from ..estimate import (
     layout_of,
     nbytes_allocated,
     nbytes_live,
+    parts_carried_out,
+    scoring_nbytes,
 )
 from ..evolve import evolve
 from ..profile import CodecFigure, EvictionFigure, Profile
@@ -391,7 +393,16 @@ class _After:
 
     stored: Stored
     nbytes_next: int
-    nbytes_peak: int
+    nbytes_peak: int  #: while rows are moved and encoded
+    nbytes_before: int = 0  #: most bytes allocated before or after the first part
+    chosen_from: tuple[Held, ...] = ()  #: layers that the first part takes rows from
+
+    def peak_with(self, first: Action) -> int:
+        """The peak where the rows that stay are chosen by ``first``."""
+        if not isinstance(first, Evict):
+            return self.nbytes_peak
+        scoring = max((scoring_nbytes(one, first) for one in self.chosen_from), default=0)
+        return max(self.nbytes_peak, self.nbytes_before + scoring)
 
 
 @dataclass(frozen=True)
@@ -412,7 +423,7 @@ class _Weighing:
         inputs = evolve(
             self.same,
             nbytes_next=after.nbytes_next,
-            nbytes_peak=after.nbytes_peak,
+            nbytes_peak=after.peak_with(action.parts[0]),
             kl=figures.kl,
             p95=figures.p95,
             source=figures.source,
@@ -422,7 +433,7 @@ class _Weighing:
         return Candidate(action, reasons, inputs, score(inputs, state.weights))
 
     def _after(self, action: Action) -> _After:
-        key = id(action) if isinstance(action, Plan) else tuple(_storage(part) for part in action.parts)
+        key = id(action) if isinstance(action, Plan) else (_storage(action.parts[0]), *action.parts[1:])
         if key not in self.known:
             self.known[key] = self._work_out(action)
         return self.known[key]
@@ -430,19 +441,29 @@ class _Weighing:
     def _work_out(self, action: Action) -> _After:
         planned = self.plans.get(id(action))
         if planned is not None:
-            after, peak = planned.groups, planned.nbytes_peak
-        elif isinstance(action, Plan):
+            return self._leaving(planned.groups, planned.nbytes_peak)
+        if isinstance(action, Plan):
             each, peak = carried_out(self.state.each, action, self.state.protect)
-            after = grouped(replace(self.state, each=each), self.profile)
-        else:
-            layers, peak = carried_out([group.held for group in self.groups], action, self.state.protect)
-            after = tuple(Group(one, g.weight) for one, g in zip(layers, self.groups, strict=True))
+            return self._leaving(grouped(replace(self.state, each=each), self.profile), peak)
+        held, protect = tuple(group.held for group in self.groups), self.state.protect
+        first, *rest = action.parts
+        before, chosen_from = nbytes_allocated(held), tuple[Held, ...]()
+        if isinstance(first, Evict):
+            first = evolve(first, scorer="sinks_window")  # which takes no more room than any
+            cut = after_action(held, first, protect)
+            before = max(before, nbytes_allocated(cut))
+            chosen_from = tuple(a for a, b in zip(held, cut, strict=True) if a != b)
+        layers, peak = parts_carried_out(held, (first, *rest), protect)
+        after = tuple(Group(one, g.weight) for one, g in zip(layers, self.groups, strict=True))
+        return self._leaving(after, peak, before, chosen_from)
+
+    def _leaving(
+        self, after: Sequence[Group], peak: int, before: int = 0, chosen_from: tuple[Held, ...] = ()
+    ) -> _After:
         nbytes = nbytes_allocated(next_layers((g.held for g in after), self.state.tokens))
-        return _After(stored(after, self.profile), nbytes, peak)
+        return _After(stored(after, self.profile), nbytes, peak, before, chosen_from)
 
 
 def _storage(part: Action) -> object:
-    """What of a single action decides how rows are stored afterwards, and how many."""
-    if isinstance(part, Evict):
-        return part.rows, part.ratio, part.sinks
-    return part
+    """What of the first part decides how rows are stored afterwards, and how many."""
+    return (part.rows, part.ratio, part.sinks) if isinstance(part, Evict) else part
