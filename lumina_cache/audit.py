@@ -126,6 +126,11 @@ EVENTS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
             ),
             "predicted_live": _field("live bytes asked for", int),
             "predicted_allocated": _field("allocated bytes asked for", int),
+            "observed_peak": _field(
+                "most bytes allocated on the way; null: MLX's highest mark stood above it already",
+                int,
+                unknown=True,
+            ),
             "before": _field("bytes before: live, allocated, active, pool", dict),
             "after": _field("bytes after", dict),
             "seconds": _field("time it took", *_NUMBER),

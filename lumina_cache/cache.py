@@ -147,8 +147,9 @@ class LuminaCache(list[Any]):
         self._control = Controller(
             models,
             budget=nbytes,
-            policy=_policy(policy, standing),
+            policy=policy_of(policy, standing),
             read_machine=read_machine,
+            watch=telemetry is not None and telemetry is not False,
             log=audit,
             horizon=horizon,
             plan=standing,
@@ -466,7 +467,12 @@ def _guard(guard: bool | float) -> float | None:
     return float(guard)
 
 
-def _policy(policy: Policy | str | None, plan: Action | None) -> Policy | None:
+def policy_of(policy: Policy | str | None, plan: Action | None) -> Policy | None:
+    """Who decides: ``policy``, or the one of that name; None for nobody.
+
+    Raises:
+        UnsupportedCacheError: there is no policy of that name.
+    """
     if policy is None:
         return None if plan is not None else POLICIES["adaptive"]()
     if not isinstance(policy, str):

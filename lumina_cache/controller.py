@@ -82,6 +82,7 @@ class Controller:
         budget: int | None,
         policy: Policy | None,
         read_machine: Callable[[], Snapshot | None],
+        watch: bool,
         log: AuditLog,
         horizon: int | None,
         plan: Action | None = None,
@@ -92,6 +93,7 @@ class Controller:
         self.models = models
         self.budget = budget
         self.read_machine = read_machine
+        self.watch = watch  # whether reading the machine costs nothing, so that it can be done at every step
         self.log = log
         self.decider = (
             None if policy is None else Decider(policy, budget, read_machine, log, self._find_profile)
@@ -144,8 +146,11 @@ class Controller:
         if self.decider is not None:
             self._slack -= tokens
             self._until_look -= tokens
-            if tokens > 1 or self._slack < 0 or self._unchecked or self._until_look < 0:
-                self._hold_budget(steps, tokens, "predicted_overflow")
+            if steps.phase != self._phase and not self.speculative:
+                self._until_look = -1
+            grows = tokens > 1 or self._slack < 0 or self._unchecked
+            if grows or self._until_look < 0 or (self.watch and self.decider.news()):
+                self._hold_budget(steps, tokens, "predicted_overflow", grows)
                 self._unchecked = tokens > 1
         self._note_step(steps)
 
@@ -184,7 +189,7 @@ class Controller:
             self._settle(steps)
         if self._unchecked:
             self._unchecked = False
-            self._hold_budget(steps, 1, "after_chunk")
+            self._hold_budget(steps, 1, "after_chunk", True)
 
     # -- other questions of the layers ------------------------------------------------------------------------------
 
@@ -260,6 +265,7 @@ class Controller:
             budget=self.budget,
             policy=None,
             read_machine=self.read_machine,
+            watch=self.watch,
             log=self.log.copy(),
             horizon=self.horizon,
             protect=self.protect,
@@ -512,22 +518,23 @@ class Controller:
         rows = max((one.rows for one in self._layers(steps) if one.changeable), default=0)
         return isinstance(part, Evict) and part.rows_kept(rows) < rows
 
-    def _hold_budget(self, beginning: StepTracker, tokens: int, trigger: str) -> None:
+    def _hold_budget(self, beginning: StepTracker, tokens: int, trigger: str, grows: bool) -> None:
         """Predict the bytes after a step of ``tokens`` tokens of one of the models; if they pass the limit, decide.
 
-        Only the first model's rows are acted upon, whichever model grows.
+        Only the first model's rows are acted upon, whichever model grows. Where none ``grows`` and the limit is the one
+        that was decided under before, another decision would be the same.
         """
         steps, decider = self.trackers[0], self.decider
         if decider is None or (beginning is not steps and not steps.at_boundary):
             return
         predicted = self._predicted(beginning, tokens)
-        limit = decider.limit
-        if self._until_look < 0 or predicted > (limit.nbytes or predicted):
+        limit, before = decider.limit, decider.limit.nbytes
+        if not grows or self._until_look < 0 or predicted > (limit.nbytes or predicted):
             limit = decider.look(sum(nbytes_allocated(self._layers(t)) for t in self.trackers))
             self._until_look = LOOK_EVERY
-            if limit.nbytes is not None and limit.nbytes != self.budget:
+        if limit.nbytes is not None and predicted > limit.nbytes and (grows or limit.nbytes != before):
+            if limit.nbytes != self.budget:
                 trigger = "telemetry"
-        if limit.nbytes is not None and predicted > limit.nbytes:
             with self._busy():
                 left = self._left_by_others(limit, beginning, tokens)
                 known = -1
@@ -572,7 +579,8 @@ class Controller:
         if decision.action == Keep():
             return
         with suppress(Exception):  # it is in the log; generation must not break because an action did
-            self._execute(steps, decision.action, "policy", decider.number)
+            applied = self._execute(steps, decision.action, "policy", decider.number)
+            decider.learn(applied.observed_peak)
 
     def _against(self, action: Action) -> tuple[Reason, ...]:
         """Why not, from earlier attempts: the outlier guard let nothing be done of a codec with as many bits or more."""
@@ -753,6 +761,7 @@ class Controller:
             guarded=dict(applied.guarded),
             predicted_live=applied.predicted_live,
             predicted_allocated=applied.predicted_allocated,
+            observed_peak=applied.observed_peak,
             before=asdict(applied.before),
             after=asdict(applied.after),
             seconds=applied.seconds,
@@ -779,6 +788,7 @@ class Controller:
             guarded={},
             predicted_live=nbytes_live(predicted),
             predicted_allocated=nbytes_allocated(predicted),
+            observed_peak=None,
             before=asdict(done.before),
             after=asdict(after),
             seconds=done.seconds,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -44,8 +46,12 @@ class Decider:
     limit: Limit = field(init=False)
     machine: Snapshot | None = None
     number: int = 0  #: of the last decision
+    chosen: Candidate | None = None  #: of the last decision
     _signs: tuple[object, ...] | None = None
     _profile: Profile | None = None
+    _errors: list[float] = field(
+        default_factory=list
+    )  #: ln(observed/predicted) of peaks that could be observed
 
     def __post_init__(self) -> None:
         self.keeper = LimitKeeper(self.budget)
@@ -55,7 +61,24 @@ class Decider:
         """For a copy of the cache: the same limits, another log."""
         new = replace(self, log=log)
         new.keeper, new.limit, new._profile = self.keeper, self.limit, self._profile
+        new._errors = list(self._errors)
         return new
+
+    def news(self) -> bool:
+        """Whether the machine has been read since the last look; only where reading costs nothing."""
+        return self.read_machine() is not self.machine
+
+    def learn(self, observed_peak: int | None) -> None:
+        """Take down how far off the peak predicted for the last decision was, where it could be observed."""
+        if self.chosen is not None and observed_peak is not None and self.chosen.nbytes_peak > 0:
+            self._errors.append(math.log(max(1, observed_peak) / self.chosen.nbytes_peak))
+
+    @property
+    def prediction_error(self) -> tuple[float, float]:
+        """Mean and spread of ln(observed/predicted) peak bytes; zeros as long as too few were observed."""
+        if len(self._errors) < 2:
+            return 0.0, 0.0
+        return statistics.fmean(self._errors), statistics.stdev(self._errors)
 
     @property
     def profile(self) -> Profile:
@@ -98,7 +121,7 @@ class Decider:
         machine = self.machine
         state = replace(
             state,
-            limit=state.limit,
+            prediction_error=self.prediction_error,
             available=None if machine is None else machine.memory_available_bytes,
             weights=price_of_time(machine, self.weights),
             machine=None if machine is None else machine.to_record(),
@@ -116,6 +139,7 @@ class Decider:
                 "keeping everything",
             )
             decision = Decision(Keep(), "the policy's choice was not feasible")
+        self.chosen = chosen
         self.number += 1
         self.log.write(
             "decision",
