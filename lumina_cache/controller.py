@@ -31,6 +31,7 @@ from .estimate import (
     Held,
     after_action,
     after_append,
+    covered,
     emptied,
     merge_equal,
     nbytes_allocated,
@@ -839,7 +840,7 @@ def _held_within(pinned: Pinned, layers: tuple[Held, ...], action: Action | None
     evictions = [] if action is None else [part for part in singles(action) if isinstance(part, Evict)]
     first = min((part.sinks for part in evictions), default=DEFAULT_SINKS)
     last = seen - min((part.recent for part in evictions), default=0)
-    return _covered((max(first, start), min(end, last)) for start, end in pinned)
+    return covered((max(first, start), min(end, last)) for start, end in pinned)
 
 
 def _no_finer(one: Quantize, other: Quantize) -> bool:
@@ -848,20 +849,11 @@ def _no_finer(one: Quantize, other: Quantize) -> bool:
     return (one.codec, one.group_size) == (other.codec, other.group_size) and coarser
 
 
-def _covered(ranges: Iterable[tuple[int, int]]) -> int:
-    """Positions in at least one of the ranges (first, end)."""
-    total = reached = 0
-    for first, end in sorted(ranges):
-        total += max(0, end - max(first, reached))
-        reached = max(reached, end)
-    return total
-
-
 def _require_room(plan: Action, pinned: Pinned) -> None:
     """Raises ActionInfeasibleError if an eviction of ``plan`` to a number of rows can never keep what is protected."""
     for part in singles(plan):
         if isinstance(part, Evict) and part.rows is not None:
-            protected = _covered([*pinned, (0, part.sinks)]) + part.recent
+            protected = covered([*pinned, (0, part.sinks)]) + part.recent
             if protected >= part.rows:
                 raise ActionInfeasibleError(
                     f"plan {plan} cannot be executed: {part.rows} rows leave no choice beside {protected} protected "

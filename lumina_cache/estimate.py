@@ -38,6 +38,7 @@ __all__ = [
     "applies",
     "carried_out",
     "chunk_schedule",
+    "covered",
     "dense_row_nbytes",
     "emptied",
     "growth_nbytes",
@@ -366,18 +367,28 @@ def guarded_rows(sinks: int, pinned: Pinned, sealed_to: int, block: int, head: i
 
     Blocks are counted from position ``head`` on, where sealed rows begin.
     """
-    blocks: set[int] = set()
     sealed_to -= head
-    for first, end in ((max(0, a - head), b - head) for a, b in ((0, sinks), *pinned)):
-        if first < min(end, sealed_to):
-            blocks.update(range(first // block, whole_blocks(min(end, sealed_to), block) // block))
-    return len(blocks) * block
+    spans = []
+    for first, end in ((0, sinks), *pinned):
+        first, end = max(0, first - head), min(end - head, sealed_to)
+        if first < end:
+            spans.append((first // block, -(-end // block)))
+    return covered(spans) * block
+
+
+def covered(ranges: Iterable[tuple[int, int]]) -> int:
+    """How many numbers lie in at least one of the ranges (first, end), end excluded."""
+    total = reached = 0
+    for first, end in sorted(ranges):
+        total += max(0, end - max(first, reached))
+        reached = max(reached, end)
+    return total
 
 
 def held_within(pinned: Pinned, layers: Iterable[Held]) -> int:
     """Rows that ``pinned`` keeps from eviction, of those seen so far."""
     seen = max((one.offset for one in layers if one.changeable), default=0)
-    return len({p for first, end in pinned for p in range(first, min(end, seen))})
+    return covered((first, min(end, seen)) for first, end in pinned)
 
 
 def whole_blocks(rows: int, block: int) -> int:

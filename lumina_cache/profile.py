@@ -77,10 +77,16 @@ class EvictionFigure:
 
     def at(self, share: float) -> tuple[float, float]:
         """(KL, p95) at a share of rows kept: linear between measurements and to (1, 0), continued below the smallest."""
-        kls = (*((s, kl) for s, kl, _ in self.points), (1.0, 0.0))
-        tails = (*((s, p95) for s, _, p95 in self.points), (1.0, 0.0))
+        kls, tails = self._curves
         return max(0.0, interpolate(kls, share, beyond=True)), max(
             0.0, interpolate(tails, share, beyond=True)
+        )
+
+    @cached_property
+    def _curves(self) -> tuple[tuple[tuple[float, float], ...], tuple[tuple[float, float], ...]]:
+        return (
+            (*((s, kl) for s, kl, _ in self.points), (1.0, 0.0)),
+            (*((s, p95) for s, _, p95 in self.points), (1.0, 0.0)),
         )
 
 

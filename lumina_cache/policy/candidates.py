@@ -10,6 +10,7 @@ from ..actions import DEFAULT_SINKS, Action, Composite, Evict, Keep, Plan, Quant
 from ..allocate import Option, allocate
 from ..backend.capabilities import BackendProfile
 from ..backend.feasibility import Reason, classify
+from ..codecs import Layout
 from ..codecs.base import grown_capacity
 from ..estimate import (
     Held,
@@ -85,8 +86,10 @@ def rows_that_fit(state: State, limit: int, codec: Quantize | None) -> int:
         others = after_action(others, codec)
     fixed = nbytes_allocated(next_layers(others, state.tokens))
 
+    stores = [_Store.of(one, codec) for one in ours]
+
     def nbytes_with(rows: int) -> int:
-        return fixed + sum(_nbytes_with(one, rows, state, codec) for one in ours)
+        return fixed + sum(store.nbytes_next(rows, state) for store in stores)
 
     low, high = 0, max((one.rows for one in ours), default=0)
     low_bytes, high_bytes = fixed, nbytes_with(high)
@@ -110,35 +113,49 @@ def rows_that_fit(state: State, limit: int, codec: Quantize | None) -> int:
     return low
 
 
-def _nbytes_with(one: Held, rows: int, state: State, codec: Quantize | None) -> int:
-    """Bytes of layers after an eviction to ``rows`` rows, ``codec``, a step of the state's tokens, and one token more."""
-    if one.on_disk:
-        eviction = Evict("sinks_window", rows=max(1, rows))
-        action = eviction if codec is None else Composite((eviction, codec))
-        return nbytes_allocated(next_layers(after_action([one], action, state.protect), state.tokens))
-    layout, head, tail, sealed, capacity = one.layout, one.head, one.tail, one.sealed, one.capacity
-    room = one.tail_capacity
-    if rows < one.rows:
-        in_tail, kept = kept_of(one, max(1, rows), DEFAULT_SINKS, state.protect)
-        if head + in_tail + kept < one.rows:
-            tail, sealed, capacity = in_tail, kept, kept
-    held = head + tail + sealed
-    new = layout if codec is None else layout_of(codec)
-    if new != layout:
-        layout = new
-        head = min(layout.sinks, held)
-        capacity = sealed = layout.sealable(held - head)
-        tail, room = held - head - sealed, layout.tail_capacity
-    for n in (state.tokens, 1):
-        if n == 0:
-            continue
-        first = min(n, layout.sinks - head) if held == head < layout.sinks else 0
-        head, tail, held, room = head + first, tail + n - first, held + n, layout.tail_capacity
-        more = layout.sealable(tail)
-        capacity = grown_capacity(sealed, capacity, more)
-        sealed, tail = sealed + more, tail - more
-    row = layout.row_nbytes(one.key_width, one.value_width, one.itemsize)
-    return one.count * (capacity * row + (head + room) * dense_row_nbytes(one) + one.fixed_nbytes)
+@dataclass(frozen=True)
+class _Store:
+    """Equal layers, and how they will be stored."""
+
+    held: Held
+    codec: Quantize | None
+    layout: Layout
+    row: int  #: bytes of one sealed row then
+    dense_row: int
+
+    @classmethod
+    def of(cls, held: Held, codec: Quantize | None) -> _Store:
+        layout = held.layout if codec is None else layout_of(codec)
+        row = layout.row_nbytes(held.key_width, held.value_width, held.itemsize)
+        return cls(held, codec, layout, row, dense_row_nbytes(held))
+
+    def nbytes_next(self, rows: int, state: State) -> int:
+        """Bytes after an eviction to ``rows`` rows, the codec, a step of the state's tokens, and one token more."""
+        one, layout = self.held, self.layout
+        if one.on_disk:
+            eviction = Evict("sinks_window", rows=max(1, rows))
+            action = eviction if self.codec is None else Composite((eviction, self.codec))
+            return nbytes_allocated(next_layers(after_action([one], action, state.protect), state.tokens))
+        head, tail, capacity, room = one.head, one.tail, one.capacity, one.tail_capacity
+        sealed = one.rows - head - tail
+        if rows < one.rows:
+            in_tail, kept = kept_of(one, max(1, rows), DEFAULT_SINKS, state.protect)
+            if head + in_tail + kept < one.rows:
+                tail, sealed, capacity = in_tail, kept, kept
+        held = head + tail + sealed
+        if layout is not one.layout and layout != one.layout:
+            head = min(layout.sinks, held)
+            capacity = sealed = layout.sealable(held - head)
+            tail, room = held - head - sealed, layout.tail_capacity
+        for n in (state.tokens, 1):
+            if n == 0:
+                continue
+            first = min(n, layout.sinks - head) if held == head < layout.sinks else 0
+            head, tail, held, room = head + first, tail + n - first, held + n, layout.tail_capacity
+            more = layout.sealable(tail)
+            capacity = grown_capacity(sealed, capacity, more)
+            sealed, tail = sealed + more, tail - more
+        return one.count * (capacity * self.row + (head + room) * self.dense_row + one.fixed_nbytes)
 
 
 # -- what is weighed ------------------------------------------------------------------------------------------------
@@ -226,14 +243,20 @@ def plans_for(
 
 @dataclass(frozen=True)
 class _Choice:
-    """One thing that the caches of a layer could do, and what comes of it."""
+    """One thing that the caches of a layer could do."""
 
     action: Action
-    after: tuple[Held, ...]
     nbytes_next: int
+    kl: float  #: before the layer's sensitivity
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What comes of a choice."""
+
+    after: tuple[Held, ...]
     saved: int  #: bytes allocated before less after it
     peak: int  #: most bytes on the way beyond those allocated before
-    kl: float  #: before the layer's sensitivity
 
 
 @dataclass(frozen=True)
@@ -272,7 +295,15 @@ class _Planner:
         if len({one.action for one in chosen}) < 2:
             return None  # the same for all: that is among the other candidates
         plan = Plan(_ranges([(unit[0], one.action) for unit, one in zip(self.units, chosen, strict=True)]))
-        return PlannedLayers(plan, self._groups(chosen), self._peak(chosen))
+        done = self._all_done(chosen)
+        return PlannedLayers(plan, self._groups(chosen, done), self._peak(chosen, done))
+
+    def _all_done(self, chosen: Sequence[_Choice]) -> dict[int, _Done]:
+        done: dict[int, _Done] = {}  # equal layers share their choices
+        for (_, unit), one in zip(self.units, chosen, strict=True):
+            if id(one) not in done:
+                done[id(one)] = self._done(unit, one.action)
+        return done
 
     def _choices(self, unit: Sequence[Held], evict: Evict | None) -> list[_Choice]:
         """Everything that these caches could do, without what another choice beats in bytes and loss alike."""
@@ -285,20 +316,26 @@ class _Planner:
             if not any(_coarser_already(one, f.action) for one in unit)
         ]
         found = sorted(
-            (self._choice(unit, evict, codec, kl) for codec, kl in (*stay, *coded)),
-            key=lambda one: (one.nbytes_next, one.kl),
+            ((self._nbytes_next(unit, evict, codec), kl, codec) for codec, kl in (*stay, *coded)),
+            key=lambda one: one[:2],
         )
         front: list[_Choice] = []
-        for one in found:
-            if not front or one.kl < front[-1].kl:
-                front.append(one)
+        for nbytes, kl, codec in found:
+            if not front or kl < front[-1].kl:
+                parts: tuple[Action, ...] = tuple(part for part in (evict, codec) if part is not None)
+                action = Keep() if not parts else parts[0] if len(parts) == 1 else Composite(parts)
+                front.append(_Choice(action, nbytes, kl))
         return front
 
-    def _choice(
-        self, unit: Sequence[Held], evict: Evict | None, codec: Quantize | None, kl: float
-    ) -> _Choice:
-        parts: tuple[Action, ...] = tuple(part for part in (evict, codec) if part is not None)
-        action = Keep() if not parts else parts[0] if len(parts) == 1 else Composite(parts)
+    def _nbytes_next(self, unit: Sequence[Held], evict: Evict | None, codec: Quantize | None) -> int:
+        return sum(
+            _Store.of(one, codec).nbytes_next(
+                one.rows if evict is None else evict.rows_kept(one.rows), self.state
+            )
+            for one in unit
+        )
+
+    def _done(self, unit: Sequence[Held], action: Action) -> _Done:
         before = total = nbytes_allocated(unit)
         peak, after = 0, []
         for one in unit:
@@ -307,28 +344,27 @@ class _Planner:
             peak = max(peak, total - own + most - before)
             total += nbytes_allocated([done]) - own
             after.append(done)
-        nbytes = nbytes_allocated(next_layers(after, self.state.tokens))
-        return _Choice(action, tuple(after), nbytes, before - total, peak, kl)
+        return _Done(tuple(after), before - total, peak)
 
-    def _groups(self, chosen: Sequence[_Choice]) -> tuple[Group, ...]:
-        sums: dict[int, tuple[_Choice, int, float]] = {}
+    def _groups(self, chosen: Sequence[_Choice], done: Mapping[int, _Done]) -> tuple[Group, ...]:
+        sums: dict[int, tuple[int, float]] = {}
         for one, weight in zip(chosen, self.weights, strict=True):
-            _, count, so_far = sums.get(id(one), (one, 0, 0.0))
-            sums[id(one)] = one, count + 1, so_far + weight
+            count, so_far = sums.get(id(one), (0, 0.0))
+            sums[id(one)] = count + 1, so_far + weight
         ours = [
             Group(evolve(held, count=n, index=-1), weight)
-            for one, n, weight in sums.values()
-            for held in one.after
+            for key, (n, weight) in sums.items()
+            for held in done[key].after
         ]
         depth = _depth(self.state)
         return (*ours, *(Group(one, self.profile.weight(one.index, depth)) for one in self.others))
 
-    def _peak(self, chosen: Sequence[_Choice]) -> int:
+    def _peak(self, chosen: Sequence[_Choice], done: Mapping[int, _Done]) -> int:
         """Layer by layer, in the order in which a plan is carried out."""
-        total = peak = nbytes_allocated(self.state.each)
+        total = peak = nbytes_allocated(self.state.layers)
         for one in chosen:
-            peak = max(peak, total + one.peak)
-            total -= one.saved
+            peak = max(peak, total + done[id(one)].peak)
+            total -= done[id(one)].saved
         return peak
 
 
@@ -383,7 +419,8 @@ def weigh(
         error_mean=state.prediction_error[0],
         error_spread=state.prediction_error[1],
     )
-    weighing = _Weighing(state, profile, grouped(state, profile), nbytes_live(state.layers), same, {}, plans)
+    groups, touched = grouped(state, profile), nbytes_live(state.layers)
+    weighing = _Weighing(state, profile, groups, touched, _depth(state), same, {}, plans)
     return tuple(weighing.candidate(v.action, v.reasons) for v in verdicts)
 
 
@@ -411,6 +448,7 @@ class _Weighing:
     profile: Profile
     groups: tuple[Group, ...]
     touched: int
+    depth: int
     same: Inputs  #: what is the same for every action
     known: dict[object, _After]
     plans: Mapping[int, PlannedLayers]
@@ -418,8 +456,9 @@ class _Weighing:
     def candidate(self, action: Action, reasons: tuple[Reason, ...]) -> Candidate:
         state = self.state
         after = self._after(action)
-        scorer = next((p.scorer for p in singles(action) if isinstance(p, Evict)), None)
-        figures: Expected = evicted(after.stored, self.profile, scorer or state.evicted_by)
+        parts = singles(action) if isinstance(action, Plan) else action.parts
+        scorer = next((p.scorer for p in parts if isinstance(p, Evict)), state.evicted_by)
+        figures: Expected = evicted(after.stored, self.profile, scorer)
         inputs = evolve(
             self.same,
             nbytes_next=after.nbytes_next,
@@ -428,7 +467,7 @@ class _Weighing:
             p95=figures.p95,
             source=figures.source,
             time_ratio=figures.time_ratio,
-            own_seconds=own_seconds(action, self.touched, self.profile),
+            own_seconds=own_seconds(action, self.touched, self.profile, self.depth),
         )
         return Candidate(action, reasons, inputs, score(inputs, state.weights))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..actions import Action, Evict, Offload, Quantize, Reclaim, singles
+from ..actions import Action, Evict, Offload, Plan, Quantize, Reclaim
 from ..estimate import LANE_KINDS
 from ..profile import Profile
 from .values import Group
@@ -82,18 +82,26 @@ def source_of(profile: Profile) -> str:
     return f"borrowed: {profile.name}" if profile.borrowed else f"calibrated: {profile.name}"
 
 
-def own_seconds(action: Action, touched: int, profile: Profile) -> float | None:
-    """Seconds that carrying out ``action`` takes: measured seconds per byte times the ``touched`` bytes held before it."""
-    total = 0.0
-    for part in singles(action):
-        family = _FAMILY.get(type(part))
-        if family is None:
-            continue
-        rate = profile.seconds_per_byte.get(family)
-        if rate is None:
-            return None
-        total += rate * touched
-    return total
+def own_seconds(action: Action, touched: int, profile: Profile, layers: int = 1) -> float | None:
+    """Seconds that carrying out ``action`` takes: measured seconds per byte times the ``touched`` bytes held before it.
+
+    Args:
+        layers: how many the model has; a plan touches its share of them.
+    """
+    if isinstance(action, Plan):
+        total = 0.0
+        for (first, last), own in action.assignments:
+            seconds = own_seconds(own, touched, profile)
+            if seconds is None:
+                return None
+            total += seconds * (last - first + 1) / max(1, layers)
+        return total
+    rates = [
+        profile.seconds_per_byte.get(family)
+        for part in action.parts
+        if (family := _FAMILY.get(type(part))) is not None
+    ]
+    return None if None in rates else touched * sum(rate for rate in rates if rate is not None)
 
 
 _FAMILY: dict[type[Action], str] = {Evict: "evict", Quantize: "quant", Offload: "offload", Reclaim: "evict"}
