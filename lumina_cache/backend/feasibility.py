@@ -193,7 +193,10 @@ def _against_codec(action: Quantize, coarsest: tuple[int, int], facts: _Facts) -
 
 
 _NOTHING = Reason("nothing_to_change", "no layer holds rows that an action could change")
-_MUST_STAY = Reason("rows_must_stay", "tokens may be taken back (speculative decoding), so rows must stay")
+_MUST_STAY = Reason(
+    "rows_must_stay",
+    "rows must stay: tokens may be taken back (speculative decoding, or a cache that was given no budget)",
+)
 
 
 def _against_eviction(action: Evict, rows: int, block: int, facts: _Facts) -> Iterable[Reason]:
