@@ -39,7 +39,7 @@ from .estimate import (
     tokens_without_growth,
 )
 from .fingerprint import remembered_fingerprint
-from .guarding import Guard
+from .guarding import Guard, first_raised
 from .layers import KVCache, ManagedLayer, RotatingKVCache
 from .policy import DEFAULT_HORIZON, Limit, Policy, State
 from .profile import Profile
@@ -58,6 +58,9 @@ STEP_RECORD_EVERY = 64
 
 #: Tokens after which the machine is looked at again even if nothing grows.
 LOOK_EVERY = 256
+
+#: Most times that a decision is made anew because the outlier guard refused what was chosen.
+MOST_TRIES = 8
 
 #: Fewest rows per layer that eviction to a budget goes down to, attention sinks included.
 FEWEST_ROWS = 64
@@ -586,12 +589,16 @@ class Controller:
             evicted_by=self.evicted_by,
         )
         decider.fit(self.probe(steps).group_size)
-        decision = decider.decide(state, self.profile(steps), trigger, self._against)
-        if decision.action == Keep():
-            return
-        with suppress(Exception):  # it is in the log; generation must not break because an action did
-            applied = self._execute(steps, decision.action, "policy", decider.number)
-            decider.learn(applied.observed_peak)
+        for _ in range(MOST_TRIES):
+            decision = decider.decide(state, self.profile(steps), trigger, self._against)
+            if decision.action == Keep():
+                return
+            known = len(self._guarded)
+            with suppress(Exception):  # it is in the log; generation must not break because an action did
+                applied = self._execute(steps, decision.action, "policy", decider.number)
+                decider.learn(applied.observed_peak)
+            if len(self._guarded) == known:
+                return
 
     def _against(self, action: Action) -> tuple[Reason, ...]:
         """Why not, from earlier attempts: the outlier guard let nothing be done of a codec with as many bits or more."""
@@ -612,12 +619,13 @@ class Controller:
         asked, written = self._unmerged(steps), self._written()
         try:
             with self._busy():
+                guard = self._guard_of(steps)
+                if origin == "policy" and guard is not None:
+                    # More bits than were weighed would take more bytes than there are: better to choose again.
+                    self._require_as_weighed(steps, action, guard)
+                    guard = None
                 applied = execute(
-                    self._objects(steps),
-                    action,
-                    pinned=self.protect,
-                    disk=self.disk,
-                    guard=self._guard_of(steps),
+                    self._objects(steps), action, pinned=self.protect, disk=self.disk, guard=guard
                 )
             self._require_something(action, applied)
         except Exception as error:
@@ -642,6 +650,24 @@ class Controller:
             return all(profile.has(c) for c in action.requires)
 
         return Guard(self.guard, can)
+
+    def _require_as_weighed(self, steps: StepTracker, action: Action, guard: Guard) -> None:
+        """Refuse an action whose bits the outlier guard would raise, so that it is not chosen again.
+
+        Raises:
+            ActionInfeasibleError: nothing was changed.
+        """
+        found = first_raised(self._objects(steps), action, guard)
+        if found is None:
+            return
+        name, part, needed = found
+        instead = "stay as they are" if needed is None else f"need {needed}"
+        text = (
+            f"{part} would spoil the rows of {name} (predicted noise above {guard.limit} of their variance along the "
+            f"tokens), which {instead}"
+        )
+        self._guarded[part] = Reason("outliers", text)
+        raise ActionInfeasibleError(f"{action}: {text}")
 
     def _require_something(self, action: Action, applied: Applied) -> None:
         """Refuse an action that the outlier guard left nothing of, so that it is not chosen again.
