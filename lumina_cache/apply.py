@@ -65,6 +65,8 @@ class Applied:
     rows_before: int
     rows_after: int
     seconds: float  #: of the action itself; what the model still owed the arrays before it is not in it
+    #: Most bytes allocated on the way, the layers' and the action's own; None where MLX's highest mark hides it.
+    observed_peak: int | None = None
     #: Layers that the outlier guard did something else to, by name: the action as done, or ``keep``.
     guarded: Mapping[str, str] = field(default_factory=dict)
 
@@ -152,7 +154,7 @@ def execute(
     if why is not None:
         raise ActionInfeasibleError(f"{why}; keep more rows, or protect fewer")
     _check_hooked(targets, action)
-    before = Footprint.of(layers)
+    before, mark = Footprint.of(layers), mx.get_peak_memory()
     rows_before = max((one.rows for one in asked if one.kind == "kv"), default=0)
     done: dict[int, list[Action]] = {}
     changes: dict[str, str] = {}
@@ -165,6 +167,7 @@ def execute(
     predicted = tuple(
         _after(one, done.get(id(layer), []), pinned) for one, layer in zip(asked, layers, strict=True)
     )
+    peak = mx.get_peak_memory()
     mx.clear_cache()
     observed = held_all(layers)
     after = Footprint.of(layers)
@@ -179,6 +182,7 @@ def execute(
         rows_before=rows_before,
         rows_after=max((one.rows for one in observed if one.kind == "kv"), default=0),
         seconds=time.perf_counter() - start,
+        observed_peak=before.nbytes_allocated + peak - before.mlx_active if peak > mark else None,
         guarded=changes,
     )
 

@@ -37,7 +37,33 @@ Model = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Budget = Annotated[
-    str | None, typer.Option("--budget", "-b", help="Memory for the KV cache, for example 512MB or 2GB.")
+    str | None,
+    typer.Option(
+        "--budget",
+        "-b",
+        help="Memory for the KV cache: 512MB, 2GB, a share of what MLX may use such as 40%, or auto.",
+    ),
+]
+Policy = Annotated[
+    str | None,
+    typer.Option("--policy", help="Who decides: adaptive (the default), greedy, window, or off for nobody."),
+]
+Plan = Annotated[
+    str | None,
+    typer.Option(
+        "--plan",
+        help="What to do to the rows when the prompt is over, instead of a budget: an action's text form.",
+    ),
+]
+Protect = Annotated[
+    list[str] | None,
+    typer.Option("--protect", help="Positions FIRST-END whose rows are never evicted; may be given again."),
+]
+Disk = Annotated[
+    str | None,
+    typer.Option(
+        "--disk", help="A directory that rows may be moved to; 'default': one in the cache directory."
+    ),
 ]
 LogPath = Annotated[
     Path | None,
@@ -93,19 +119,21 @@ def _options(
 def demo(
     model: Model = None,
     budget: Budget = None,
+    policy: Policy = None,
     log: LogPath = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 48,
 ) -> None:
     """Answer a question about a long document twice: with the stock cache and under a memory budget."""
     from .lab.demo import run_demo
 
-    run_demo(model=model, budget=budget, log=log, max_tokens=max_tokens)
+    run_demo(model=model, budget=budget, policy=policy, log=log, max_tokens=max_tokens)
 
 
 @app.command(
     epilog="Examples:  lumina-cache run --prompt 'Why is the sky blue?'   |   "
     "lumina-cache run --prompt-file notes.txt --budget 512MB --model ~/models/llama   |   "
-    "cat notes.txt | lumina-cache run --prompt-file - --json"
+    "cat notes.txt | lumina-cache run --prompt-file - --json   |   lumina-cache run -f notes.txt "
+    "--plan evict:keydiff@rows=512+quant:affine,bits=8 --protect 0-40"
 )
 def run(
     model: Model = None,
@@ -115,6 +143,10 @@ def run(
         typer.Option("--prompt-file", "-f", help="A text file with the prompt; - for standard input."),
     ] = None,
     budget: Budget = None,
+    policy: Policy = None,
+    plan: Plan = None,
+    protect: Protect = None,
+    disk: Disk = None,
     log: LogPath = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 256,
     raw: Annotated[
@@ -126,7 +158,19 @@ def run(
     from .lab.run import run_prompt
 
     text = _prompt(prompt, prompt_file)
-    run_prompt(model=model, prompt=text, budget=budget, log=log, max_tokens=max_tokens, raw=raw, as_json=json)
+    run_prompt(
+        model=model,
+        prompt=text,
+        budget=budget,
+        policy=policy,
+        plan=plan,
+        protect=[_range(one) for one in protect or ()],
+        disk=None if disk is None else True if disk == "default" else disk,
+        log=log,
+        max_tokens=max_tokens,
+        raw=raw,
+        as_json=json,
+    )
 
 
 @app.command(
@@ -293,6 +337,46 @@ def evaluate(
 
 
 @app.command(
+    epilog="Examples:  lumina-cache calibrate --quick   |   lumina-cache calibrate --model ~/models/llama   |   "
+    "lumina-cache calibrate --model ~/models/llama --text notes.txt --minutes 60 --json > mine.json",
+)
+def calibrate(
+    model: Model = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Your own text instead of prose, code and dialogue; may be given again."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few actions on one short document: a look, not a result.")
+    ] = False,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Start nothing new after so many. Default: 20, or 1.25 with --quick.", min=0.0),
+    ] = None,
+    documents: Annotated[
+        int | None, typer.Option(help="Most documents to measure. Default: 12, or 1 with --quick.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The profile's file. Default: in the state directory, where it is found again."),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Measure on a model what actions cost in quality and time, and keep it for the policy. Run again, it goes on."""
+    from .lab.calibrate.command import calibrate_command
+
+    calibrate_command(
+        model=model,
+        texts=text or [],
+        quick=quick,
+        minutes=minutes,
+        documents=documents,
+        out=out,
+        as_json=json,
+    )
+
+
+@app.command(
     epilog="Examples:  lumina-cache top   |   lumina-cache top --once   |   lumina-cache top --json --seconds 10"
 )
 def top(
@@ -380,6 +464,14 @@ def _prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if not prompt.strip():
         raise _mistake("the prompt is empty")
     return prompt
+
+
+def _range(text: str) -> range:
+    """Positions FIRST to END, both included."""
+    first, dash, end = text.partition("-")
+    if not (dash and first.isdecimal() and end.isdecimal() and int(first) <= int(end)):
+        raise _mistake(f"--protect {text}: give positions such as 0-120, the first and the last one")
+    return range(int(first), int(end) + 1)
 
 
 def _mistake(text: str) -> Any:

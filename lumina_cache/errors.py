@@ -5,9 +5,11 @@ from __future__ import annotations
 __all__ = [
     "ActionInfeasibleError",
     "ActionSyntaxError",
+    "AgreementError",
     "AttentionInputError",
     "BackendInterfaceError",
     "BudgetError",
+    "CalibrationError",
     "DiskBudgetError",
     "DiskCorruptError",
     "DiskDirectoryError",
@@ -25,6 +27,8 @@ __all__ = [
     "ModelUnavailableError",
     "ObservationError",
     "ProfileFormatError",
+    "RankLostError",
+    "RanksApartError",
     "TableFormatError",
     "UnsupportedCacheError",
 ]
@@ -46,12 +50,20 @@ class BudgetError(LuminaError, ValueError):
     """A budget that cannot be read, or that no feasible action can hold."""
 
 
+class CalibrationError(LuminaError, ValueError):
+    """A calibration that cannot be made or kept as asked: of this model, within this time, or in this file."""
+
+
 class ActionSyntaxError(LuminaError, ValueError):
     """The text of an action that the parser does not accept."""
 
 
 class ActionInfeasibleError(LuminaError):
     """An action that this backend cannot execute in this state; the cache is left as it was."""
+
+
+class AgreementError(LuminaError, ValueError):
+    """Numbers or settings that several ranks cannot agree on."""
 
 
 class AttentionInputError(LuminaError, ValueError):
@@ -112,6 +124,14 @@ class ModelUnavailableError(LuminaError):
 
 class ProfileFormatError(LuminaError, ValueError):
     """A file of calibrated figures that cannot be read."""
+
+
+class RankLostError(LuminaError):
+    """Another rank of a distributed generation has died or hangs. The cache is as it was, and nothing more is decided."""
+
+
+class RanksApartError(LuminaError):
+    """The ranks of a distributed generation are not at the same point of it."""
 
 
 class ObservationError(LuminaError):

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from .actions import Action, Evict
+from .backend.capabilities import ROW_CHOICE
 from .estimate import Held, after_action, guarded_rows, kept_of, split_kept
 from .layers import KVCache
 from .rows import Pinned
@@ -109,20 +110,20 @@ def _scores(layer: KVCache, action: Evict) -> tuple[mx.array, mx.array]:
     if action.scorer in OBSERVED:
         assert layer.seen is not None, "execute() looks before it acts"
         some_keys, some_values = store.dense()
-        positions = _positions(layer, some_keys)
+        positions = _positions(layer, chooses=True)
         return layer.seen.scores(action.scorer, some_keys, some_values, positions), positions
     scorer = scorer_of(action)
     keys, values = store.dense() if scorer.reads_rows else (None, None)
-    positions = _positions(layer, keys)
+    positions = _positions(layer, chooses=ROW_CHOICE in scorer.method.requires)
     return scorer.scores(keys, values, positions), positions
 
 
-def _positions(layer: KVCache, keys: mx.array | None) -> mx.array:
-    """(B, H, T), or (1, 1, T) where all heads hold the same positions and no row is looked at."""
+def _positions(layer: KVCache, *, chooses: bool) -> mx.array:
+    """(B, H, T), or (1, 1, T) where all heads hold the same positions and, unless each ``chooses``, keep the same."""
     positions = mx.array(layer.positions())
     if positions.ndim == 3:
         return positions
-    heads = (1, 1) if keys is None else keys.shape[:2]
+    heads = layer.heads if chooses else (1, 1)
     return mx.broadcast_to(positions, (*heads, positions.shape[0]))
 
 

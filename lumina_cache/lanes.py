@@ -68,9 +68,19 @@ class Lanes:
     def keys(self) -> Encoded | None:
         return None if self.first.keys is None else tuple(lane.keys for lane in self.lanes)
 
+    @keys.setter
+    def keys(self, arrays: Encoded) -> None:
+        for lane, array in zip(self.lanes, arrays, strict=True):
+            lane.keys = array
+
     @property
     def values(self) -> Encoded | None:
         return None if self.first.values is None else tuple(lane.values for lane in self.lanes)
+
+    @values.setter
+    def values(self, arrays: Encoded) -> None:
+        for lane, array in zip(self.lanes, arrays, strict=True):
+            lane.values = array
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         self.dtype, self.shapes = keys.dtype, shapes_of(keys, values)

@@ -374,7 +374,11 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
 
     @keys.setter
     def keys(self, value: Any) -> None:
-        self.__dict__["keys"] = value
+        # Models set these to tie the arrays to others that must be computed with them (mx.depends).
+        if self.store is None:
+            self.__dict__["keys"] = value
+        else:
+            self.store.put(keys=_fitting(self.name, value, self.store.key_arrays))
 
     @property
     def values(self) -> Any:
@@ -385,7 +389,10 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
 
     @values.setter
     def values(self, value: Any) -> None:
-        self.__dict__["values"] = value
+        if self.store is None:
+            self.__dict__["values"] = value
+        else:
+            self.store.put(values=_fitting(self.name, value, self.store.value_arrays))
 
     @property
     def layout(self) -> Layout:
@@ -410,6 +417,13 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
     @property
     def shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
         return super().shapes if self.store is None else self.store.shapes
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """(B, H) of the rows held."""
+        held = None if self.store is None else self.store.disk
+        shape = held.block.shapes[0] if held is not None else _parts(self.keys)[0].shape
+        return int(shape[0]), int(shape[1])
 
     @property
     def itemsize(self) -> int:
@@ -691,6 +705,17 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         return stock.KVCache.merge(caches)
 
 
+def _fitting(name: str, value: Any, held: Encoded) -> Encoded:
+    """Arrays that a model puts in the place of those of a changed layer."""
+    arrays = _parts(value)
+    if [(a.shape, a.dtype) for a in arrays] != [(a.shape, a.dtype) for a in held]:
+        raise UnsupportedCacheError(
+            f"{name} was changed by an action and holds arrays of the shapes {[a.shape for a in held]}; the model sets "
+            f"some of {[a.shape for a in arrays]}. Leave this model's rows as they are"
+        )
+    return arrays
+
+
 def _one_or_all(arrays: Encoded) -> Any:
     return (arrays[0] if len(arrays) == 1 else arrays) if arrays else None
 
@@ -743,7 +768,10 @@ class _LaneLayer(RowLayer):
 
     @keys.setter
     def keys(self, value: Any) -> None:
-        self.__dict__["keys"] = value
+        if self.lanes is None:
+            self.__dict__["keys"] = value
+        else:
+            self.lanes.keys = _fitting(self.name, value, self.lanes.keys or ())
 
     @property
     def values(self) -> Any:
@@ -752,7 +780,10 @@ class _LaneLayer(RowLayer):
 
     @values.setter
     def values(self, value: Any) -> None:
-        self.__dict__["values"] = value
+        if self.lanes is None:
+            self.__dict__["values"] = value
+        else:
+            self.lanes.values = _fitting(self.name, value, self.lanes.values or ())
 
     @property
     def layout(self) -> Layout:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .backend.capabilities import KEYS, ROW_CHOICE, ROW_GATHER, VALUES, Capability, observed
+from .backend.capabilities import ROW_CHOICE, ROW_GATHER, Capability, observed
 
 __all__ = ["AFFINE_BITS", "AFFINE_GROUPS", "Method", "evict_method", "observed_method", "quant_method"]
 
@@ -52,5 +52,6 @@ def quant_method(
     groups: tuple[int, ...] = AFFINE_GROUPS,
 ) -> Method:
     """A way of storing rows; reading keys and values goes without saying."""
-    requires = frozenset({KEYS, VALUES, *needs}) if needs else frozenset()
-    return Method("quant", name, requires, source, formula, bounded_by="head_dim", bits=bits, groups=groups)
+    return Method(
+        "quant", name, frozenset(needs), source, formula, bounded_by="head_dim", bits=bits, groups=groups
+    )

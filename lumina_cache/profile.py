@@ -15,16 +15,27 @@ assumptions carry a figure from where it was measured to where it is used, and `
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .actions import Quantize, parse_action
+from .codecs import Layout
 from .errors import ProfileFormatError
 
-__all__ = ["SCHEMA", "CodecFigure", "EvictionFigure", "Figure", "Profile", "default_profile", "read_profile"]
+__all__ = [
+    "SCHEMA",
+    "CodecFigure",
+    "EvictionFigure",
+    "Figure",
+    "Profile",
+    "default_profile",
+    "read_profile",
+]
 
 #: Version of the file format.
 SCHEMA = 1
@@ -66,10 +77,16 @@ class EvictionFigure:
 
     def at(self, share: float) -> tuple[float, float]:
         """(KL, p95) at a share of rows kept: linear between measurements and to (1, 0), continued below the smallest."""
-        kls = (*((s, kl) for s, kl, _ in self.points), (1.0, 0.0))
-        tails = (*((s, p95) for s, _, p95 in self.points), (1.0, 0.0))
+        kls, tails = self._curves
         return max(0.0, interpolate(kls, share, beyond=True)), max(
             0.0, interpolate(tails, share, beyond=True)
+        )
+
+    @cached_property
+    def _curves(self) -> tuple[tuple[tuple[float, float], ...], tuple[tuple[float, float], ...]]:
+        return (
+            (*((s, kl) for s, kl, _ in self.points), (1.0, 0.0)),
+            (*((s, p95) for s, _, p95 in self.points), (1.0, 0.0)),
         )
 
 
@@ -87,6 +104,21 @@ class Profile:
     )  #: of an action's own work: evict, quant, offload
     step_seconds: float | None = None  #: of one dense decode step at 1,024 rows
     provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def by_layout(self) -> Mapping[Layout, CodecFigure]:
+        """Figures by how rows are stored."""
+        return {layout: one for one in self.codecs if (layout := one.action.layout) is not None}
+
+    def for_groups_of(self, group_size: int) -> Profile:
+        """The same figures for a model whose head dims need smaller groups; smaller groups lose less, so they are bounds."""
+        smaller = tuple(
+            replace(one, action=replace(one.action, group_size=group_size))
+            if one.action.group_size > group_size and group_size in one.action.method.groups
+            else one
+            for one in self.codecs
+        )
+        return self if smaller == self.codecs else replace(self, codecs=smaller)
 
     def codec(self, action: Quantize) -> CodecFigure | None:
         """The figure of exactly this codec, bits, group and residual window."""
@@ -134,15 +166,15 @@ class Profile:
                 name=str(record["name"]),
                 borrowed=borrowed,
                 codecs=tuple(_codec(c) for c in record["codecs"]),
-                evictors=tuple(
-                    EvictionFigure(
-                        e["scorer"], int(e["recent"]), tuple(sorted((s, k, p) for s, k, p in e["points"]))
-                    )
-                    for e in record["evictors"]
-                ),
-                sensitivity=tuple(float(w) for w in record["sensitivity"]),
-                seconds_per_byte=dict(record["seconds_per_byte"]),
-                step_seconds=record["step_seconds"],
+                evictors=tuple(_evictor(e) for e in record["evictors"]),
+                sensitivity=tuple(_figure(w, "a sensitivity") for w in record["sensitivity"]),
+                seconds_per_byte={
+                    str(family): _figure(seconds, f"seconds_per_byte of {family}")
+                    for family, seconds in dict(record["seconds_per_byte"]).items()
+                },
+                step_seconds=None
+                if record["step_seconds"] is None
+                else _figure(record["step_seconds"], "step_seconds"),
                 provenance=dict(record["provenance"]),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -155,8 +187,42 @@ def _codec(record: Mapping[str, Any]) -> CodecFigure:
     action = parse_action(record["action"])
     if not isinstance(action, Quantize):
         raise ValueError(f"{action} is not a codec")
-    times = tuple(sorted((int(rows), float(ratio)) for rows, ratio in record["times"]))
-    return CodecFigure(action, float(record["kl"]), float(record["p95"]), times)
+    times = _ascending(
+        ((int(rows), _figure(ratio, f"a time of {action}")) for rows, ratio in record["times"]), action
+    )
+    return CodecFigure(
+        action, _figure(record["kl"], f"kl of {action}"), _figure(record["p95"], f"p95 of {action}"), times
+    )
+
+
+def _evictor(record: Mapping[str, Any]) -> EvictionFigure:
+    scorer = str(record["scorer"])
+    what = f"a point of {scorer}"
+    points = _ascending(
+        ((_figure(s, what), _figure(kl, what), _figure(p95, what)) for s, kl, p95 in record["points"]), scorer
+    )
+    # Without a point every eviction would seem to cost nothing.
+    if not points or not 0.0 < points[0][0] <= points[-1][0] < 1.0:
+        raise ValueError(f"{scorer}: at least one point, with shares between 0 and 1, is needed")
+    return EvictionFigure(scorer, int(record["recent"]), points)
+
+
+P = TypeVar("P", bound=tuple[float, ...])
+
+
+def _ascending(points: Iterable[P], what: object) -> tuple[P, ...]:
+    """``points`` sorted by their first number, which no two may share."""
+    found = tuple(sorted(points))
+    if len({point[0] for point in found}) < len(found):
+        raise ValueError(f"{what}: two figures for the same point")
+    return found
+
+
+def _figure(value: Any, what: str) -> float:
+    """A finite number that is not negative; JSON as Python reads it also has NaN and booleans."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{what} is {value!r}, not a number from 0 on")
+    return float(value)
 
 
 def interpolate(points: Iterable[tuple[float, float]], x: float, *, beyond: bool = False) -> float:
@@ -188,6 +254,5 @@ def read_profile(path: Path, *, borrowed: bool = False) -> Profile:
 
 def default_profile() -> Profile:
     """The figures that ship with the library: measured on SmolLM2-135M-Instruct, borrowed for any other model."""
-    return read_profile(
-        Path(str(files("lumina_cache.data").joinpath("profiles", "smollm2-135m.json"))), borrowed=True
-    )
+    path = files("lumina_cache").joinpath("data", "profiles", "smollm2-135m.json")
+    return read_profile(Path(str(path)), borrowed=True)

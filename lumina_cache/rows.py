@@ -151,6 +151,17 @@ class RowStore:
     def nbytes_allocated(self) -> int:
         return encoded_nbytes(self.key_arrays + self.value_arrays)
 
+    def put(self, *, keys: Encoded | None = None, values: Encoded | None = None) -> None:
+        """Take other arrays in the place of those that there are, of the same shapes."""
+        if keys is not None:
+            split = len(keys) - (self.tail_keys is not None)
+            self.keys = keys[:split] or None
+            self.tail_keys = keys[split] if split < len(keys) else None
+        if values is not None:
+            split = len(values) - (self.tail_values is not None)
+            self.values = values[:split] or None
+            self.tail_values = values[split] if split < len(values) else None
+
     # -- what a step does -------------------------------------------------------------------------------------------
 
     def append(self, keys: mx.array, values: mx.array) -> Parts:
@@ -340,8 +351,9 @@ class RowStore:
         if self.keys is None or self.values is None:
             self.keys, self.values = self._nothing_sealed()
         self.keys = _widened(self.keys, rows, layout.keys)
+        mx.eval(self.keys)
         self.values = _widened(self.values, rows, layout.values)
-        mx.eval(self.keys, self.values)
+        mx.eval(self.values)
 
     def _nothing_sealed(self) -> tuple[Encoded, Encoded]:
         """Buffers without rows, of the shapes that sealed rows have."""
@@ -449,9 +461,15 @@ def _widened(buffers: Encoded, rows: int, codec: Codec) -> Encoded:
 
 
 def _widen(a: mx.array, entries: int, axis: int) -> mx.array:
-    more = list(a.shape)
-    more[axis] = entries - a.shape[axis]
-    return mx.concatenate([a, mx.zeros(more, a.dtype)], axis)
+    """The same entries in front of zeros: nothing is there for a while but the two."""
+    shape = list(a.shape)
+    shape[axis] = entries
+    wider = mx.zeros(shape, a.dtype)
+    if axis == 2:
+        wider[:, :, : a.shape[2]] = a
+    else:
+        wider[..., : a.shape[axis]] = a
+    return wider
 
 
 _DENSE = Dense()

@@ -56,8 +56,10 @@ class _Array:
 _ARRAY = _Array()
 
 
-def suspend(layers: Sequence[Any], store: DiskStore) -> Suspended:
-    """Write the arrays of all layers to one file and let go of them.
+def suspend(layers: Sequence[Any], store: DiskStore) -> Suspended | None:
+    """Write the arrays of all layers to one file and let go of them; None if there are none.
+
+    Objects of classes that mlx-lm's cache module does not define keep what they hold.
 
     Raises:
         DiskTierError: the file could not be written; the layers are as they were.
@@ -72,6 +74,8 @@ def suspend(layers: Sequence[Any], store: DiskStore) -> Suspended:
         states.append((weakref.ref(layer), kept, shell))
         arrays += [v for _, v in flat if isinstance(v, mx.array)]
         arrays += () if seen is None else seen.arrays
+    if not arrays:
+        return None
     block = store.put(arrays)
     for layer in held:
         layer.let_go()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +14,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
+from mlx_lm.models import base
 from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import make_prompt_cache
 
 from lumina_cache.apply import held_all
 from lumina_cache.cache import LuminaCache
 from lumina_cache.disk import DiskStore
+from lumina_cache.errors import BudgetError
 from lumina_cache.estimate import Held
 from lumina_cache.lab.tiny import SPECS
 from lumina_cache.layers import leaves
@@ -24,19 +29,23 @@ from lumina_cache.layers import leaves
 __all__ = [
     "CORE",
     "NO_ROWS",
+    "UNDECODABLE",
     "UNEVICTABLE",
     "UNPACKABLE",
+    "Hiding",
     "Masked",
     "MaskedQuantized",
     "allocated",
     "architectures",
     "assert_close",
+    "attend_around_hidden",
     "disk_in",
     "fast_first",
     "feed",
     "greedy",
     "held_of",
     "hide",
+    "hiding_reference",
     "masked_reference",
     "pack_reference",
     "pieces",
@@ -44,6 +53,7 @@ __all__ = [
     "real_bytes",
     "same_bits",
     "settle",
+    "smallest",
     "tokens",
 ]
 
@@ -97,6 +107,9 @@ NO_ROWS = frozenset({"deepseek_v41", "mamba", "mamba2", "recurrent_gemma", "rwkv
 
 #: Models whose rows cannot be evicted, because their attention takes the index of a row for its position.
 UNEVICTABLE = frozenset({"afm7", "minimax_m3_vl", "phi3small"})
+
+#: Models whose rows cannot be decoded on fetch: one of their layers makes values from the keys that it finds stored.
+UNDECODABLE = frozenset({"deepseek_v32", "glm_moe_dsa"})
 
 #: Models whose attention cannot read packed rows, and why.
 UNPACKABLE = {
@@ -219,6 +232,15 @@ def quiet(model: Any, **kwargs: Any) -> LuminaCache:
     return LuminaCache(model, telemetry=False, **kwargs)
 
 
+def smallest(model: Any, **kwargs: Any) -> int:
+    """The smallest budget, as the refusal of an impossible one names it."""
+    with pytest.raises(BudgetError, match=r"smallest that works for this model is \d+ bytes") as caught:
+        quiet(model, budget=1, **kwargs)
+    found = re.search(r"(\d+) bytes", str(caught.value))
+    assert found is not None
+    return int(found[1])
+
+
 # -- the reference: mlx-lm's own caches, complete, with some rows masked ------------------------------------------------
 
 
@@ -264,6 +286,68 @@ def hide(reference: Iterable[Any], positions: Iterable[int]) -> None:
     for leaf in leaves(list(reference)):
         if isinstance(leaf, Masked | MaskedQuantized):
             leaf.hidden = np.union1d(leaf.hidden, np.array(list(positions), dtype=np.int64))
+
+
+class Hiding(stock.KVCache):
+    """A complete cache that knows which rows each head must not see; see :func:`attend_around_hidden`."""
+
+    hidden: np.ndarray | None = None  #: bool (B, H, T) of the first T rows
+    returned: Any = None  #: keys of the last step, by which layers that borrow them are told
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        fetched: tuple[mx.array, mx.array] = super().update_and_fetch(keys, values)
+        self.returned = fetched[0]
+        return fetched
+
+
+def hiding_reference(model: Any) -> list[Any]:
+    """The stock cache of ``model`` in which every layer and head can hide rows of its own."""
+
+    def swap(entry: Any) -> Any:
+        if isinstance(entry, stock.CacheList):
+            return stock.CacheList(*map(swap, entry.caches))
+        return Hiding() if type(entry) is stock.KVCache else entry
+
+    return [swap(entry) for entry in make_prompt_cache(model)]
+
+
+def attend_around_hidden(patch: pytest.MonkeyPatch, reference: Iterable[Any]) -> list[Any]:
+    """Have mlx-lm's attention mask what the caches of ``reference`` hide; those that it did so for.
+
+    Masks that models make are shared by layers, so the reference is put where attention is computed.
+    """
+    real, served = base.scaled_dot_product_attention, []
+    hiding = [leaf for leaf in leaves(list(reference)) if isinstance(leaf, Hiding)]
+
+    def attend(
+        queries: mx.array, keys: mx.array, values: mx.array, cache: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        owner = next((one for one in hiding if one is cache or one.returned is keys), None)
+        if owner is None or owner.hidden is None:
+            return real(queries, keys, values, cache, *args, **kwargs)
+        served.append(owner)
+        given = inspect.signature(real).bind(queries, keys, values, cache, *args, **kwargs)
+        given.arguments["mask"] = _around(owner.hidden, given.arguments["mask"], queries, keys)
+        return real(*given.args, **given.kwargs)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mlx_lm.models.") and getattr(module, real.__name__, None) is real:
+            patch.setattr(module, real.__name__, attend)
+    return served
+
+
+def _around(hidden: np.ndarray, mask: Any, queries: mx.array, keys: mx.array) -> mx.array:
+    batch, heads, seen = hidden.shape
+    n, rows = queries.shape[2], keys.shape[2]
+    visible = np.ones((batch, heads, rows), dtype=bool)
+    visible[..., :seen] = ~hidden
+    by_query_head = np.repeat(visible, queries.shape[1] // heads, axis=1)
+    allowed = mx.array(by_query_head)[:, :, None]
+    if mask is None:
+        return allowed
+    if isinstance(mask, str):
+        return mx.array(np.tri(n, rows, rows - n, dtype=bool)) & allowed
+    return mask & allowed if mask.dtype == mx.bool_ else mx.where(allowed, mask, mx.finfo(mask.dtype).min)
 
 
 def pack_reference(reference: list[Any], bits: int, group_size: int) -> list[Any]:

@@ -57,7 +57,13 @@ def test_version_is_printed():
         (["run", "--prompt", "a", "--prompt-file", "b"], "give either --prompt or --prompt-file"),
         (["run", "--prompt-file", "none.txt"], "cannot read the prompt from none.txt"),
         (["run", "--prompt", "  "], "the prompt is empty"),
+        (["run", "--prompt", "a", "--plan", "evict:nonsense@0.5"], "no such method"),
+        (["run", "--prompt", "a", "--plan", "reclaim", "--budget", "1GB"], "give one of them"),
+        (["run", "--prompt", "a", "--protect", "9-3"], "such as 0-120"),
         (["run", "--prompt", "a", "--budget", "lots"], "cannot read 'lots' as an amount of memory"),
+        (["run", "--prompt", "a", "--budget", "400%"], "not between 0% and 100%"),
+        (["run", "--prompt", "a", "--policy", "best"], "unknown policy 'best'"),
+        (["run", "--prompt", "a", "--policy", "fixed"], "give plan="),
         (["demo", "--budget", "0MB"], "is not more than nothing"),
         (["run", "--prompt", "a", "--model", "./no/such/model"], "no/such/model"),
         (["nonsense"], "No such command"),
@@ -73,7 +79,13 @@ def test_a_users_mistake_gets_a_message_and_exit_code_2(args, says):
 def test_gap_prints_both_sides_and_says_simulated(log):
     done = cli("gap", str(log))
     assert done.returncode == 0
-    for part in ("[execution state: simulated]", "best of A", "best of F", "because", "mean gap over"):
+    for part in (
+        "[execution state: simulated]",
+        "best of A",
+        "best of F",
+        "policy's choice",
+        "mean gap over",
+    ):
         assert part in done.stdout
 
 
@@ -109,3 +121,21 @@ def test_run_answers_a_prompt_from_a_pipe_as_json(tmp_path):
     assert "Paris" in found["text"]
     assert found["nbytes_allocated"] == found["arrays_nbytes"]
     assert Path(found["log"]).is_relative_to(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+def test_run_carries_out_a_plan_and_says_so(tmp_path):
+    done = cli(
+        "run", "--prompt", "Say what the capital of France is, and why it is known. " * 8, "--max-tokens", "12",
+        "--plan", "evict:keydiff@rows=64+quant:affine,bits=8+offload:cold@0.5", "--protect", "0-20",
+        "--disk", str(tmp_path / "rows"), "--log", str(tmp_path / "run.jsonl"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stderr.split())
+    assert "applied evict:keydiff@rows=64+quant:affine,bits=8,group=64+offload:cold@0.50 (plan)" in said
+    assert "written to disk" in said
+    shown = cli("log", str(tmp_path / "run.jsonl")).stdout
+    assert "positions 0-20 protected" in shown
+    assert "plan evict:keydiff@rows=64" in shown
+    assert not list((tmp_path / "rows").glob("cache-*"))

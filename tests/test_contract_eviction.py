@@ -13,12 +13,17 @@ import numpy as np
 import pytest
 from harness import (
     NO_ROWS,
+    UNDECODABLE,
     UNEVICTABLE,
     UNPACKABLE,
+    Hiding,
     architectures,
     assert_close,
+    attend_around_hidden,
+    fast_first,
     feed,
     hide,
+    hiding_reference,
     masked_reference,
     pack_reference,
     quiet,
@@ -28,8 +33,12 @@ from harness import (
 )
 from mlx_lm.models.base import create_attention_mask
 
+from lumina_cache.backend.capabilities import ROW_CHOICE
 from lumina_cache.backend.probe import probe_model
+from lumina_cache.errors import ActionInfeasibleError
+from lumina_cache.lab.tiny import SPECS
 from lumina_cache.layers import KVCache, leaves
+from lumina_cache.scorers import SCORERS
 
 PROMPT = 30
 #: Single tokens and several at once, in the order in which masks of both kinds follow each other.
@@ -141,6 +150,94 @@ def test_evicting_while_everything_is_within_the_window_and_going_on_past_it(tin
     pair.feed([12])
     pair.evict(8, sinks=3)
     pair.feed([1, 4, 1, 17, 1])
+
+
+# -- every scorer, every head for itself -------------------------------------------------------------------------------
+
+#: Architectures of the normal run: grouped heads, windows beside full layers, attention sinks, latents, states, lists.
+SIX = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "falcon_h1", "longcat_flash")
+
+#: Attention that is not mlx-lm's own function, or that an indexer chooses rows for, cannot be told which ones to hide.
+BY_HAND = {name for name, why in UNPACKABLE.items() if why == "attention by hand"} | UNDECODABLE
+
+
+@pytest.mark.parametrize("scorer", sorted(SCORERS))
+@pytest.mark.parametrize(
+    "name", fast_first([n for n in SPECS if n not in NO_ROWS | UNEVICTABLE | BY_HAND], SIX)
+)
+def test_evicting_by_any_scorer_equals_hiding_those_rows_from_each_head(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, name: str, scorer: str
+) -> None:
+    model, ids, at = tiny(name), tokens(200, seed=7), 0
+    cache, reference = quiet(model), hiding_reference(model)
+    served = attend_around_hidden(monkeypatch, reference)
+    choice = ROW_CHOICE in SCORERS[scorer].method.requires
+    if choice and not cache._control.profile(cache._control.trackers[0]).has(ROW_CHOICE):
+        for one in (cache, reference):
+            feed(model, one, ids, [40])
+        with pytest.raises(ActionInfeasibleError, match="ROW_CHOICE"):
+            cache.apply(f"evict:{scorer}@0.50")
+        return
+    for first, kept in (([40], 24), (STEPS, 20)):
+        got, want = (feed(model, one, ids, first, start=at) for one in (cache, reference))
+        assert_close(got, want)
+        at += sum(first)
+        rows = next(layer.rows for layer in leaves(cache) if isinstance(layer, KVCache) and layer.rows)
+        kept = min(kept, rows - 1)
+        scores = {id(layer): score(layer, scorer) for layer in leaves(cache) if isinstance(layer, KVCache)}
+        was = {id(layer): of_heads(layer) for layer in leaves(cache) if isinstance(layer, KVCache)}
+        cache.apply(f"evict:{scorer}@rows={kept},sinks=2,recent=3")
+        for layer, whole in zip(leaves(cache), leaves(reference), strict=True):
+            if not isinstance(whole, Hiding) or whole.keys is None:
+                continue
+            assert (layer.rows, layer.offset) == (kept, at)
+            stay, held = of_heads(layer), was[id(layer)]
+            whole.hidden = np.ones((*stay.shape[:2], at), dtype=bool)
+            np.put_along_axis(whole.hidden, stay, False, axis=-1)
+            best(scores[id(layer)], held, stay)
+    got, want = (feed(model, one, ids, STEPS, start=at) for one in (cache, reference))
+    assert_close(got, want)
+    assert served, "the reference hid nothing"
+
+
+def test_the_reference_that_hides_nothing_is_far_off(tiny: Any) -> None:
+    """The control: the tolerance tells a row that is hidden from one that is not."""
+    model, ids = tiny("llama"), tokens(60, seed=8)
+    cache, reference = quiet(model), hiding_reference(model)
+    for one in (cache, reference):
+        feed(model, one, ids, [40])
+    cache.apply("evict:keydiff@rows=39,sinks=0")
+    with pytest.raises(AssertionError, match="largest difference"):
+        assert_close(*(feed(model, one, ids, [1, 3], start=40) for one in (cache, reference)))
+
+
+def of_heads(layer: KVCache) -> np.ndarray:
+    """Positions (B, H, T) of the rows held."""
+    positions = layer.positions()
+    return np.broadcast_to(positions, (*layer.heads, positions.shape[-1])) if layer.rows else positions
+
+
+def score(layer: KVCache, scorer: str) -> np.ndarray | None:
+    if layer.rows == 0:
+        return None
+    keys, values = layer.keys_and_values()
+    scores = SCORERS[scorer]().scores(keys, values, mx.array(of_heads(layer)))
+    return np.array(mx.broadcast_to(scores, keys.shape[:3]))
+
+
+def best(scores: np.ndarray | None, held: np.ndarray, stay: np.ndarray) -> None:
+    """Sinks and recent rows stay, and of the others none that goes is better than one that stays."""
+    assert scores is not None
+    for per_row, before, after in zip(
+        scores.reshape(-1, scores.shape[-1]),
+        held.reshape(-1, held.shape[-1]),
+        stay.reshape(-1, stay.shape[-1]),
+        strict=True,
+    ):
+        stays = np.isin(before, after)
+        assert stays[:2].all()
+        assert stays[-3:].all()
+        assert per_row[2:-3][stays[2:-3]].min() >= per_row[2:-3][~stays[2:-3]].max()
 
 
 @pytest.mark.parametrize("packed_first", [True, False], ids=["packed then evicted", "evicted then packed"])

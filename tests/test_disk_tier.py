@@ -50,12 +50,19 @@ def damage(path: Path) -> None:
 # -- the same numbers --------------------------------------------------------------------------------------------------
 
 WHERE = ["offload:layers=0-0", "offload:layers=0-9", "offload:cold@0.50"]
-BEFORE = ["", "quant:affine,bits=8,group=32+", "quant:kivi,bits=4,group=32+", "quant:hadamard,bits=4,group=32+"]
+BEFORE = [
+    "",
+    "quant:affine,bits=8,group=32+",
+    "quant:kivi,bits=4,group=32+",
+    "quant:hadamard,bits=4,group=32+",
+]
 
 
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("before", BEFORE)
-def test_what_is_generated_is_that_of_the_same_cache_in_memory(tiny: Any, tmp_path: Path, before: str, where: str) -> None:
+def test_what_is_generated_is_that_of_the_same_cache_in_memory(
+    tiny: Any, tmp_path: Path, before: str, where: str
+) -> None:
     model = tiny("llama")
     in_memory, on_disk = filled(model, None), filled(model, tmp_path)
     in_memory.apply(before + "reclaim")
@@ -90,8 +97,12 @@ def test_a_copy_shares_the_files_and_goes_its_own_way(tiny: Any, tmp_path: Path)
     assert {one.rows for one in held_of(fork)} == {40}
 
 
-@pytest.mark.parametrize("then", ["evict:sinks_window@rows=64", "evict:keydiff@0.50", "quant:affine,bits=8,group=32", "reclaim"])
-def test_actions_on_rows_that_are_on_disk_are_those_on_rows_in_memory(tiny: Any, tmp_path: Path, then: str) -> None:
+@pytest.mark.parametrize(
+    "then", ["evict:sinks_window@rows=64", "evict:keydiff@0.50", "quant:affine,bits=8,group=32", "reclaim"]
+)
+def test_actions_on_rows_that_are_on_disk_are_those_on_rows_in_memory(
+    tiny: Any, tmp_path: Path, then: str
+) -> None:
     model = tiny("llama")
     in_memory, on_disk = filled(model, None), filled(model, tmp_path)
     on_disk.apply("offload:cold@0.50")
@@ -144,7 +155,9 @@ def gone(path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [gone, damage])
-@pytest.mark.parametrize("action", ["offload:layers=1-1", "offload:cold@0.50", "quant:affine,bits=8,group=32+offload:cold@0.50"])
+@pytest.mark.parametrize(
+    "action", ["offload:layers=1-1", "offload:cold@0.50", "quant:affine,bits=8,group=32+offload:cold@0.50"]
+)
 def test_a_lost_file_stops_the_step_before_a_wrong_number_and_leaves_the_cache_as_it_was(
     tiny: Any, tmp_path: Path, action: str, how: Any
 ) -> None:
@@ -190,7 +203,9 @@ def test_mlx_lm_s_generation_raises_and_can_be_taken_up_again(tiny: Any, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["jamba", "falcon_h1"])
-def test_a_step_that_cannot_be_taken_back_bars_every_further_one(tiny: Any, tmp_path: Path, name: str) -> None:
+def test_a_step_that_cannot_be_taken_back_bars_every_further_one(
+    tiny: Any, tmp_path: Path, name: str
+) -> None:
     model = tiny(name)
     cache = filled(model, tmp_path)
     cache.apply("offload:cold@0.50")

@@ -27,16 +27,15 @@ from mlx_lm.models import cache as stock
 
 from lumina_cache.actions import Action, Evict, Offload, Quantize, Reclaim, Reserve
 from lumina_cache.apply import execute, held
-from lumina_cache.codecs import Affine, Codec, Dense, ElementFormat, Hadamard, Layout
+from lumina_cache.codecs import Affine, AffineFetch, Codec, Dense, ElementFormat, Hadamard, Layout
 from lumina_cache.disk import DiskStore
+from lumina_cache.errors import ActionInfeasibleError, UnsupportedCacheError
 from lumina_cache.estimate import (
     after_action,
     after_append,
     applies,
-    guarded_rows,
     nbytes_allocated,
     nbytes_live,
-    whole_blocks,
 )
 from lumina_cache.layers import (
     ArraysCache,
@@ -422,7 +421,12 @@ class Rows(RuleBasedStateMachine):
         how = {"rows": kept} if isinstance(kept, int) else {"ratio": kept}
         action = Evict(scorer, **how, sinks=sinks, recent=recent)  # type: ignore[arg-type]
         before = {i: held(self.leaves()[i]) for i in self.kv()}
-        self.act(action, ranges)
+        try:
+            self.act(action, ranges)
+        except ActionInfeasibleError:
+            assert before == {i: held(self.leaves()[i]) for i in self.kv()}
+            assert any(self.protected(i, action, ranges)[0] for i in self.kv())
+            return
         for i, was in before.items():
             model, leaf, block = self.models[i], self.leaves()[i], was.layout.block
             kept_rows = leaf.rows
@@ -432,18 +436,19 @@ class Rows(RuleBasedStateMachine):
             index = [np.flatnonzero(np.isin(p, s)) for p, s in zip(model.positions(), stay, strict=True)]
             assert {len(one) for one in index} == {kept_rows}
             now = held(leaf)
+            for protected, one in zip(self.protected(i, action, ranges), index, strict=True):
+                assert protected <= set(one.tolist())
             self.models[i] = model.keep(np.array(index), now.sealed + now.on_disk)
-            protected = {*range(sinks), *range(was.rows - recent, was.rows)} & {*range(was.rows)}
-            protected |= {p for first, end in ranges for p in range(first, min(end, was.rows))}
-            guarded = guarded_rows(sinks, ranges, was.offset - was.tail, block)
-            in_blocks = guarded + was.tail + whole_blocks(recent, block) + block
-            if (
-                action.rows_kept(was.rows) >= (len(protected) if block == 1 else in_blocks)
-                and not was.evicted
-            ):
-                for one in index:
-                    assert protected <= set(one.tolist())
         self.only_old_codes()
+
+    def protected(self, i: int, action: Evict, ranges: tuple[tuple[int, int], ...]) -> list[set[int]]:
+        """Numbers of the rows that must stay, for each head."""
+        rows, found = self.models[i].rows, []
+        for head in self.models[i].positions():
+            pinned = {n for n, p in enumerate(head) if any(first <= p < end for first, end in ranges)}
+            edges = {*range(action.sinks), *range(rows - action.recent, rows)} & {*range(rows)}
+            found.append(pinned | edges)
+        return found
 
     @precondition(lambda self: any(leaf.rows for leaf in self.leaves()))
     @rule(action=st.sampled_from(QUANTIZE))
@@ -685,3 +690,61 @@ def test_windows_with_kept_rows_are_stock_windows_with_kept_rows() -> None:
             for m in (1, 3):
                 a, b = mine.make_mask(m, window_size=window), its.make_mask(m, window_size=window)
                 assert a == b if not isinstance(b, mx.array) else mx.array_equal(a, b).item()
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout.both(Affine(8, 32)), Layout.both(AffineFetch(8, 32))])
+@pytest.mark.parametrize("make", [KVCache, lambda: RotatingKVCache(WINDOW)], ids=["kv", "rotating"])
+def test_models_may_tie_the_arrays_of_a_changed_layer_to_others(make: Any, layout: Layout) -> None:
+    """mlx-lm's pipelined models set ``cache.keys = mx.depends(cache.keys, …)`` in every step."""
+    layer = filled(make, 40)
+    if isinstance(layer, KVCache):
+        layer.gather(np.arange(3, 38, dtype=np.int32))
+        layer.reencode(layout)
+    elif layout.row_by_row and layout.bits:
+        layer.reencode(layout)
+    before = decoded(layer)
+    was = as_tuple(layer.keys)
+    tied = mx.depends(layer.keys, mx.ones(3))
+    layer.keys = tied
+    assert all(a is b for a, b in zip(as_tuple(layer.keys), as_tuple(tied), strict=True))
+    assert all(a is not b for a, b in zip(as_tuple(layer.keys), was, strict=True))
+    layer.values = mx.depends(layer.values, mx.ones(3))
+    assert all(np.array_equal(a, b) for a, b in zip(decoded(layer), before, strict=True))
+    layer.update_and_fetch(*sides_of([40]))
+    if layer.changed:
+        with pytest.raises(UnsupportedCacheError, match="changed by an action"):
+            layer.values = mx.zeros((1, HEADS, 3, DIM))
+
+
+def test_a_uniform_choice_after_one_per_head_keeps_rows_of_each() -> None:
+    layer = filled(KVCache, 6)
+    layer.gather(np.array([[[0, 1, 2, 5], [1, 3, 4, 5]]], dtype=np.int32))
+    layer.gather(np.array([1, 3], dtype=np.int32))
+    assert layer.positions().tolist() == [[[1, 5], [3, 5]]]
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_rows_are_drawn_anew_for_each_head_wherever_they_are(on_disk: bool) -> None:
+    layer = filled(KVCache, 40)
+    if on_disk:
+        layer.offload(Rows.disk, 40)
+    execute([layer], Evict("random", rows=12))
+    assert layer.heads == (1, HEADS)
+    first, second = layer.positions()[0].tolist()
+    assert first != second
+    assert first[:4] == second[:4] == [0, 1, 2, 3]
+
+
+def test_room_for_protected_rows_comes_before_the_tails() -> None:
+    layer = filled(KVCache, 40)
+    execute([layer], Quantize("affine_fetch", 8, 8, 32, residual=4))
+    assert held(layer).tail == 8
+    execute([layer], Evict("sinks_window", rows=10, sinks=4, recent=2), pinned=((20, 23),))
+    assert layer.positions().tolist() == [0, 1, 2, 3, 20, 21, 22, 37, 38, 39]
+
+
+def test_at_least_one_block_stays() -> None:
+    layer = filled(KVCache, 64)
+    execute([layer], Quantize("kivi", 8, 8, 32, residual=0))
+    execute([layer], Evict("sinks_window", rows=5, sinks=0))
+    assert layer.positions().tolist() == list(range(32, 64))

@@ -189,14 +189,17 @@ def test_sums_over_blocks_are_those_of_the_whole_matrix(kind: str, limit: int) -
     close(np.broadcast_to(np.array(seen), want.shape), want)
 
 
-def test_a_mask_that_all_queries_share_counts_for_each_of_them() -> None:
+@pytest.mark.parametrize("limit", [1, 700, 1 << 20])
+def test_a_mask_that_all_queries_share_counts_for_each_of_them(limit: int) -> None:
     text = Text.random(4, 9)
     allowed = np.arange(9)[None] % 3 > 0
-    got, seen = attended_sums(
-        mx.array(text.queries[:, :, 4:]), mx.array(text.keys), SCALE, mx.array(allowed), limit=700
-    )
+    queries, keys = mx.array(text.queries[:, :, 4:]), mx.array(text.keys)
+    got, seen = attended_sums(queries, keys, SCALE, mx.array(allowed), limit=limit)
     close(np.array(got), reference_sums(text, 4, allowed, None, None))
     assert np.array_equal(np.array(seen)[0, 0], 5.0 * allowed[0])
+    _, seen = attended_sums(queries, keys, SCALE, mx.array(allowed), limit=limit, apart=2)
+    far = np.arange(4, 9)[:, None] - np.arange(9)[None] >= 2
+    assert np.array_equal(np.array(seen)[0, 0], (allowed & far).sum(axis=0))
 
 
 @pytest.mark.parametrize("limit", [1, 1500, 1 << 20])
@@ -233,28 +236,29 @@ def test_the_bytes_taken_on_the_way_do_not_grow_with_the_queries() -> None:
 # -- accumulated attention ------------------------------------------------------------------------------------------------
 
 
-def accumulated(text: Text, stride: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Attention collected by each row (B, H, T) and queries that saw it (T,)."""
+def accumulated(text: Text, stride: int = 1, apart: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Attention collected by each row (B, H, T) and queries that it was collected from (T,)."""
     total, exposure = np.zeros(text.keys.shape[:3]), np.zeros(text.n)
     for query in range(0, text.n, stride):
-        held = np.arange(query + 1)
-        total[:, :, : query + 1] += text.grouped(text.weights(query, held)).mean(axis=2)
-        exposure[: query + 1] += 1
+        counted = max(0, query + 1 - apart)
+        weights = text.weights(query, np.arange(query + 1))[..., :counted]
+        total[:, :, :counted] += text.grouped(weights).mean(axis=2)
+        exposure[:counted] += 1
     return total, exposure
 
 
 @quick
-@given(texts_in_steps(), st.integers(1, 5))
+@given(texts_in_steps(), st.sampled_from([(1, 0), (1, 1), (1, 5), (2, 2), (4, 6)]))
 def test_accumulated_attention_is_the_same_for_every_way_of_cutting_the_prompt(
-    drawn: tuple[Text, list[int]], stride: int
+    drawn: tuple[Text, list[int]], looks: tuple[int, int]
 ) -> None:
     text, steps = drawn
-    total, exposure = accumulated(text, stride)
-    close(text.scores(H2O(stride), text.feed(H2O(stride), steps)), total)
-    mean = text.feed(H2OMean(stride), steps)
-    close(text.scores(H2OMean(stride), mean), total / np.maximum(exposure, 1))
+    total, exposure = accumulated(text, *looks)
+    close(text.scores(H2O(*looks), text.feed(H2O(*looks), steps)), total)
+    mean = text.feed(H2OMean(*looks), steps)
+    close(text.scores(H2OMean(*looks), mean), total / np.maximum(exposure, 1))
     size = np.abs(text.values).sum(axis=-1)
-    close(text.scores(VATP(stride), text.feed(VATP(stride), steps)), total * size)
+    close(text.scores(VATP(*looks), text.feed(VATP(*looks), steps)), total * size)
 
 
 @quick
@@ -504,6 +508,8 @@ def test_without_queries_there_is_no_ranking() -> None:
 def test_parameters_out_of_range_are_named() -> None:
     for make in (
         lambda: H2O(stride=0),
+        lambda: H2O(stride=4),
+        lambda: H2O(apart=-1),
         lambda: SnapKV(kernel=4),
         lambda: SnapKV(window=0),
         lambda: ExpectedAttention(future=0),
@@ -572,6 +578,35 @@ def test_a_scorer_ranks_the_rows_of_a_model(scorer: ObservedScorer, tiny: Any) -
         assert len(np.unique(np.array(got))) > 10
         with pytest.raises(ObservationError, match="layer . holds 59 rows, and the statistics stand for 60"):
             watch.scores(layer, keys[:, :, 1:], values[:, :, 1:], positions[:, :, 1:])
+
+
+def test_rows_that_change_places_cannot_be_ranked(tiny: Any) -> None:
+    model, cache = tiny("gpt_oss"), quiet(tiny("gpt_oss"))
+    ring = next(layer for layer in cache if layer.kind == "rotating")
+    with attention_hook(model) as hook, pytest.raises(ObservationError, match="is a RotatingKVCache"):
+        hook.observe(ring, ScorerObserver(TOVA()))
+        model(tokens(4), cache=cache)
+
+
+@every
+def test_packed_rows_are_read_as_attention_reads_them(scorer: ObservedScorer, tiny: Any) -> None:
+    model, caches = tiny("llama"), (quiet(tiny("llama")), quiet(tiny("llama")))
+    watch = ScorerObserver(scorer, rotations(model))
+    found = []
+    for bits, cache in zip((None, 8), caches, strict=True):
+        with attention_hook(model) as hook:
+            for layer in cache:
+                hook.observe(layer, watch)
+            feed(model, cache, tokens(40), [30])
+            for layer in cache if bits else ():
+                layer.to_quantized(32, bits)
+            assert hasattr(cache[0], "bits") is (bits is not None)
+            feed(model, cache, tokens(40), [5, 1, 4], start=30)
+        keys, values = cache[1].dense_rows()
+        positions = mx.broadcast_to(mx.array(cache[1].positions()), keys.shape[:3])
+        found.append(np.array(watch.scores(cache[1], keys, values, positions)))
+    finite = np.isfinite(found[0])
+    assert np.corrcoef(found[0][finite], found[1][finite])[0, 1] > 0.99
 
 
 def test_evictions_and_tokens_taken_back_are_followed_in_a_model(tiny: Any) -> None:

@@ -1,4 +1,4 @@
-"""A fixed plan acts once, when the prompt is over, and again as far as it is to be repeated; nothing else of it is hidden."""
+"""A fixed plan acts once, when the prompt is over, and again as far as it is to be repeated; the log says so."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from harness import assert_close, feed, greedy, held_of, pieces, quiet, real_bytes, same_bits, settle, tokens
+from harness import assert_close, feed, greedy, held_of, quiet, real_bytes, same_bits, settle, tokens
+from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 from lumina_cache.actions import parse_action, singles
 from lumina_cache.cache import LuminaCache
 from lumina_cache.errors import ActionInfeasibleError, ActionSyntaxError, UnsupportedCacheError
+from lumina_cache.lab.tiny import build
 from lumina_cache.standing import DEFAULT_SLACK, StandingPlan, only
 
 PROMPT = 100
@@ -245,7 +247,9 @@ def test_a_part_that_became_impossible_is_refused_once_and_the_others_run(tiny: 
     assert {one.bits for one in held_of(cache)} == {4}
 
 
-@pytest.mark.parametrize("plan", ["evict:sinks_window@rows=30", "evict:sinks_window@0.5+quant:affine,bits=8,group=32"])
+@pytest.mark.parametrize(
+    "plan", ["evict:sinks_window@rows=30", "evict:sinks_window@0.5+quant:affine,bits=8,group=32"]
+)
 def test_nothing_can_be_taken_back_under_a_plan_that_evicts(tiny: Any, plan: str) -> None:
     model = tiny("llama")
     cache = quiet(model, plan=plan)
@@ -291,7 +295,12 @@ def test_a_copy_taken_before_the_plan_acted_acts_for_itself(tiny: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", ["evict:keydiff@rows=30", "quant:kivi,bits=4,group=32", "evict:sinks_window@0.5+quant:affine,bits=8,group=32"]
+    "plan",
+    [
+        "evict:keydiff@rows=30",
+        "quant:kivi,bits=4,group=32",
+        "evict:sinks_window@0.5+quant:affine,bits=8,group=32",
+    ],
 )
 def test_what_a_plan_left_can_be_exported_saved_and_loaded(tiny: Any, tmp_path: Path, plan: str) -> None:
     model = tiny("llama")
@@ -303,7 +312,9 @@ def test_what_a_plan_left_can_be_exported_saved_and_loaded(tiny: Any, tmp_path: 
     more = tokens(4, seed=8)
     want = feed(model, plain, more, [1] * 4)
     assert same_bits(feed(model, loaded, more, [1] * 4), want)
-    assert_close(feed(model, cache, more[:, :1], [1]), want[:, :1], 1e-2)  # the new row is packed here, dense there
+    assert_close(
+        feed(model, cache, more[:, :1], [1]), want[:, :1], 1e-2
+    )  # the new row is packed here, dense there
 
 
 def test_the_log_names_the_plan_and_what_it_did(tiny: Any) -> None:
@@ -312,7 +323,12 @@ def test_the_log_names_the_plan_and_what_it_did(tiny: Any) -> None:
     [start] = [r for r in cache.log.records if r["event"] == "session.started"]
     assert (start["plan"], start["protect"]) == ("evict:keydiff@rows=30", [[4, 9]])
     [did] = applied(cache)
-    assert (did["origin"], did["lossy"], did["lowest_bits"], did["rows_evicted"]) == ("plan", True, None, PROMPT - 30)
+    assert (did["origin"], did["lossy"], did["lowest_bits"], did["rows_evicted"]) == (
+        "plan",
+        True,
+        None,
+        PROMPT - 30,
+    )
     assert did["after"]["nbytes_allocated"] == did["predicted_allocated"]
     assert cache.observe().nbytes_allocated == real_bytes(cache)
 
@@ -321,7 +337,9 @@ def test_the_log_names_the_plan_and_what_it_did(tiny: Any) -> None:
 
 
 def test_parts_can_be_left_out_of_composites_and_of_plans_by_layer() -> None:
-    plan = parse_action("0-1:evict:sinks_window@rows=9+quant:affine,bits=8,group=64;2-3:quant:affine,bits=4,group=64;4:keep")
+    plan = parse_action(
+        "0-1:evict:sinks_window@rows=9+quant:affine,bits=8,group=64;2-3:quant:affine,bits=4,group=64;4:keep"
+    )
     assert str(only(plan, lambda p: "evict" in str(p))) == "0-1:evict:sinks_window@rows=9"
     assert str(only(plan, lambda p: "bits=4" in str(p))) == "2-3:quant:affine,bits=4,group=64"
     assert only(plan, lambda p: False) is None
@@ -354,3 +372,51 @@ def test_positions_that_survive_are_those_of_a_hand_made_eviction(tiny: Any) -> 
     for layer in cache:
         # Evicted to 12 rows at 100, 103 and 106 tokens, and one more token since.
         assert layer.positions().tolist() == [0, 1, 2, 3, *range(98, 107)]
+
+
+# -- speculative decoding with rows that were packed before ----------------------------------------------------------
+
+
+def speculate(model: Any, draft: Any, cache: Any, prompt: list[int], n: int) -> list[int]:
+    steps = speculative_generate_step(
+        mx.array(prompt), model, draft, prompt_cache=cache, num_draft_tokens=3, max_tokens=n
+    )
+    return [int(token) for token, _, _ in steps]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_speculating_over_packed_rows_is_greedy_decoding_over_them(tiny: Any, name: str, bits: int) -> None:
+    model, draft = tiny(name), build("llama", seed=7)
+    ids = tokens(70)[0].tolist()
+    plain, joint = quiet(model), quiet(model, draft_model=draft)
+    entries = len(plain)
+    for one, cache in ((model, plain), (model, joint[:entries]), (draft, joint[entries:])):
+        feed(one, cache, mx.array([ids[:60]]), [60])
+    for cache in (plain, joint):
+        cache.apply(f"quant:affine,bits={bits},group=32")
+    assert {one.bits for one in held_of(joint[:entries])} == {bits}
+    want = [t for t, _ in greedy(model, ids[60:], plain, 25)]
+    assert speculate(model, draft, joint, ids[60:], 25) == want
+
+
+@pytest.mark.parametrize(
+    "codec", ["kivi,bits=4,group=32", "hadamard,bits=4,group=32", "affine_fetch,bits=8,group=32"]
+)
+def test_rows_encoded_several_at_a_time_are_refused_when_tokens_may_be_taken_back(
+    tiny: Any, codec: str
+) -> None:
+    model, draft = tiny("llama"), build("llama", seed=7)
+    joint = quiet(model, draft_model=draft)
+    feed(model, joint[:2], tokens(60), [60])
+    with pytest.raises(ActionInfeasibleError, match="taken back"):
+        joint.apply(f"quant:{codec}")
+    [said] = refused(joint)
+    assert said["reasons"][0]["code"] == "rows_must_stay"
+    # Encoded first and joined afterwards: mlx-lm is told before it computes anything.
+    cache = quiet(model)
+    feed(model, cache, tokens(60), [60])
+    cache.apply(f"quant:{codec}")
+    assert all(layer.is_trimmable() for layer in cache)
+    with pytest.raises(ValueError, match="trimmable"):
+        speculate(model, draft, cache + make_prompt_cache(draft), tokens(4)[0].tolist(), 5)

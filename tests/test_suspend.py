@@ -10,18 +10,13 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from harness import feed, held_of, pieces, quiet, real_bytes, same_bits, settle, tokens
+from harness import architectures, feed, held_of, pieces, quiet, real_bytes, same_bits, settle, tokens
 
 from lumina_cache.cache import LuminaCache
 from lumina_cache.errors import ActionInfeasibleError, DiskCorruptError, DiskFullError
 from lumina_cache.layers import leaves
 
-MODELS = (
-    "llama", "gemma3", "llama4", "jamba", "falcon_h1", "mamba", "mamba2", "deepseek_v3", "gemma3n", "longcat_flash",
-    "rwkv7", "recurrent_gemma", "qwen3_next", "kimi_linear", "lfm2",
-)  # fmt: skip
 ACTIONS = [
-    None,
     "quant:affine,bits=4,group=32",
     "quant:kivi,bits=4,group=32",
     "quant:affine_fetch,bits=8,group=32",
@@ -44,23 +39,24 @@ def events(cache: LuminaCache) -> list[str]:
     return [r["event"] for r in cache.log.records if r["event"].startswith("session.")]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", architectures())
 def test_logits_afterwards_are_bit_equal_on_every_kind_of_layer(tiny: Any, tmp_path: Path, name: str) -> None:
     model = tiny(name)
     cache = filled(model, tmp_path)
     twin, more = copy.deepcopy(cache), tokens(7, seed=3)
     nbytes = real_bytes(cache)
     assert cache.suspend() == nbytes
-    assert cache.suspended
-    assert real_bytes(cache) == cache.nbytes == 0
+    assert cache.suspended == (nbytes > 0)  # caches of a class of the model's own are not touched
+    assert real_bytes(cache) == 0
     # Straight from the model: nothing but the step itself brings it back.
     got = feed(model, cache, more, [1, 1, 5])
     assert not cache.suspended
     assert same_bits(got, feed(model, twin, more, [1, 1, 5]))
-    assert events(cache) == ["session.started", "session.suspended", "session.resumed"]
+    moved = ["session.suspended", "session.resumed"] if nbytes else []
+    assert events(cache) == ["session.started", *moved]
 
 
-@pytest.mark.parametrize("action", ACTIONS[1:])
+@pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "falcon_h1", "llama4"])
 def test_changed_layers_come_back_as_they_were(tiny: Any, tmp_path: Path, name: str, action: str) -> None:
     model = tiny(name)
@@ -170,7 +166,9 @@ def test_a_lost_file_is_an_error_and_the_cache_stays_suspended(tiny: Any, tmp_pa
     assert same_bits(feed(model, cache, more, [1, 3]), feed(model, twin, more, [1, 3]))
 
 
-def test_a_full_disk_leaves_everything_in_memory(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_everything_in_memory(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lumina_cache.disk import DiskStore
 
     def full(*_: Any) -> Any:
@@ -203,6 +201,7 @@ def test_an_empty_cache_can_be_suspended_and_used(tiny: Any, tmp_path: Path) -> 
     model = tiny("llama")
     cache, plain = quiet(model, disk=tmp_path), quiet(model)
     assert cache.suspend() == 0
+    assert not cache.suspended
     assert same_bits(feed(model, cache, tokens(9), [8, 1]), feed(model, plain, tokens(9), [8, 1]))
 
 

@@ -89,8 +89,9 @@ def _examined(
     if not kv:
         absent = Outcome(False, "the model holds no K/V rows that could be changed")
         outcomes = dict.fromkeys((RAGGED_LAYERS, ROW_CHOICE, DENSE_REENCODE, ARRAY_MASK, RESERVE), absent)
-        if any(leaf.kind in LANE_KINDS and leaf.updated for leaf in found):
-            outcomes[DENSE_REENCODE] = attempt(lambda: _reencoded(bench))
+        windows = [leaf for leaf in found if leaf.kind in LANE_KINDS and leaf.updated]
+        if windows:
+            outcomes |= {DENSE_REENCODE: attempt(lambda: _reencoded(bench)), **_formats(windows)}
         return found, outcomes
     outcomes = {
         RAGGED_LAYERS: _ragged(bench, known.get(ROW_GATHER)),
@@ -98,9 +99,7 @@ def _examined(
         DENSE_REENCODE: attempt(lambda: _reencoded(bench)),
         **_unfelt(bench),
     }
-    dims = {d for i in kv for d in (found[i].key_dim, found[i].value_dim) if d}
-    for name in FORMATS:
-        outcomes[element_format(name)] = attempt(lambda name=name: _in_format(name, dims))  # type: ignore[misc]
+    outcomes |= _formats([found[i] for i in kv])
     packed: list[dict[Capability, Outcome]] = [{} for _ in found]
     search = PackedSearch(bench, found, makes)
     for capability, outcome in known.items():
@@ -186,15 +185,14 @@ def _chosen(bench: Bench, gather: Outcome | None) -> Outcome:
 
 @dataclass(frozen=True)
 class _RowwiseInt8(Codec):
-    """int8 codes and one scale per row and head: a codec that takes any head dim."""
+    """int8 codes and one scale per row and head: a codec that takes any head dim.
+
+    It names no bits, so that rows are encoded one by one as they come and none of the few in the trial stays dense.
+    """
 
     @property
     def spans(self) -> tuple[int, ...]:
         return (1, 1)
-
-    @property
-    def code_bits(self) -> int:
-        return 8
 
     def encode(self, rows: mx.array) -> Encoded:
         if rows.shape[-1] == 0:
@@ -217,6 +215,7 @@ def _reencoded(bench: Bench) -> None:
     for leaf in leaves(entries):
         if isinstance(leaf, KVCache | RotatingKVCache | ChunkedKVCache) and leaf.rows > 0:
             leaf.reencode(Layout.both(codec))
+            assert isinstance(leaf.keys, tuple), "no row was encoded"
     off = divergence(bench.chunk, forward(bench.model, entries, 2, FILLED))
     if not off <= MOST_KL:
         raise ValueError(f"rows decoded on fetch from 8 bits move the logits by {off:.3g} nats")
@@ -261,6 +260,14 @@ def _as_array(leaf: KVCache, make_mask: Callable[..., Any]) -> Callable[..., Any
         return create_causal_mask(N, leaf.rows) if isinstance(mask, str) else mask
 
     return made
+
+
+def _formats(found: Iterable[Leaf]) -> dict[Capability, Outcome]:
+    dims = {d for leaf in found for d in (leaf.key_dim, leaf.value_dim) if d}
+    return {
+        element_format(name): attempt(lambda name=name: _in_format(name, dims))  # type: ignore[misc]
+        for name in FORMATS
+    }
 
 
 def _in_format(name: str, dims: Iterable[int]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..actions import Action, Evict, Keep, Plan, Quantize, Reclaim
+from ..actions import Action, Composite, Evict, Keep, Offload, Plan, Quantize, Reclaim
 from ..apply import not_built
 from ..codecs import Layout
 from ..estimate import LANE_KINDS, Held, applies, transient_of_action, whole_blocks
@@ -193,7 +193,10 @@ def _against_codec(action: Quantize, coarsest: tuple[int, int], facts: _Facts) -
 
 
 _NOTHING = Reason("nothing_to_change", "no layer holds rows that an action could change")
-_MUST_STAY = Reason("rows_must_stay", "tokens may be taken back (speculative decoding), so rows must stay")
+_MUST_STAY = Reason(
+    "rows_must_stay",
+    "rows must stay: tokens may be taken back (speculative decoding, or a cache that was given no budget)",
+)
 
 
 def _against_eviction(action: Evict, rows: int, block: int, facts: _Facts) -> Iterable[Reason]:
@@ -211,7 +214,14 @@ def _against_eviction(action: Evict, rows: int, block: int, facts: _Facts) -> It
 
 def _against_memory(action: Action, facts: _Facts, available: int) -> Iterable[Reason]:
     """Conversion goes layer by layer."""
-    transient = max((transient_of_action(one, action) for one in facts.largest), default=0)
+    parts = [_of_all_layers(part) for part in action.parts]
+    everywhere = parts[0] if len(parts) == 1 else Composite(tuple(parts))
+    transient = max((transient_of_action(one, everywhere) for one in facts.largest), default=0)
     if transient > available:
         text = f"{transient} bytes are needed while converting one layer, {available} are available"
         yield Reason("exceeds_memory", text, transient, available)
+
+
+def _of_all_layers(part: Action) -> Action:
+    """The same for whichever layer is the largest: it stands for equal ones, and has lost its number."""
+    return Offload(part.how, layers=(0, 1 << 20)) if isinstance(part, Offload) and part.layers else part

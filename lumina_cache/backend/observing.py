@@ -35,6 +35,10 @@ __all__ = ["ScorerObserver", "attended", "rotations"]
 SAME = 1e-3
 
 
+#: Kinds of layers that add new rows behind those they hold.
+_GROWING = ("kv", "concatenate", "quantized")
+
+
 class ScorerObserver:
     """Keeps one scorer's statistics of every layer it observes; holds the layers weakly."""
 
@@ -46,7 +50,7 @@ class ScorerObserver:
 
     def observe(
         self,
-        layer: ManagedLayer,
+        layer: Any,
         queries: mx.array,
         keys: Any,
         values: Any,
@@ -54,6 +58,11 @@ class ScorerObserver:
         mask: Any,
         sinks: mx.array | None,
     ) -> tuple[mx.array, ...]:
+        if layer.kind not in _GROWING:
+            raise ObservationError(
+                f"{layer.name} is a {type(layer).__name__}, whose rows change places as it runs; observe only layers of "
+                f"the kinds {', '.join(_GROWING)}"
+            )
         rotation = self._rotations.get(layer.name)
         seen = attended(layer, queries, keys, scale, mask, sinks, rotation)
         stats = self._stats[layer] = self.scorer.update(self._stats.get(layer), seen)

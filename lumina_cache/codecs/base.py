@@ -49,8 +49,9 @@ class Codec(ABC):
     packed: ClassVar[bool] = False
     #: The row axis of the encoded arrays.
     axis: ClassVar[int] = 2
-    #: Copies of the dense rows (float32) that encoding makes for a while.
-    copies: ClassVar[int] = 0
+    #: Float32 copies of the dense rows that encoding makes for a while, at most. Measured on the CPU, where mlx computes
+    #: step by step what is one kernel on a GPU.
+    copies: ClassVar[float] = 0.0
 
     @property
     def block(self) -> int:

@@ -42,6 +42,10 @@ class ElementFormat(Codec):
     group_size: int
 
     @property
+    def copies(self) -> float:  # type: ignore[override]
+        return 19.2 if self.name == "nvfp4" else 2.25
+
+    @property
     def spans(self) -> tuple[int, ...]:
         return (1, 1)
 

@@ -10,6 +10,7 @@ In float16 a row's Euclidean length has to stay below 65,504: the rotation may g
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import mlx.core as mx
 
@@ -67,6 +68,8 @@ class Hadamard(AffineFetch):
 
     :meth:`encode` raises ActionInfeasibleError for a head dim that :meth:`why_not` refuses.
     """
+
+    copies: ClassVar[float] = 1.1
 
     def to_grouped(self, rows: mx.array) -> mx.array:
         # In float32, so that 16-bit rows are rounded once, by the codes.

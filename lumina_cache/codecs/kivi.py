@@ -34,6 +34,7 @@ class KiviKeys(AffineFetch):
     """Blocks of ``group_size`` rows: codes (B, H, D, T·bits/32) uint32, scales and biases (B, H, D, T/group_size)."""
 
     axis: ClassVar[int] = 3
+    copies: ClassVar[float] = 1.0
 
     @property
     def block(self) -> int:

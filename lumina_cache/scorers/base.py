@@ -21,6 +21,9 @@ class Scorer(ABC):
     #: Whether it looks at keys and values at all; if not, both may be None and nothing needs decoding.
     reads_rows: ClassVar[bool] = True
 
+    #: Float32 copies of keys or of values that scoring makes for a while, at most, where the rows are float32.
+    copies: ClassVar[float] = 0.0
+
     @abstractmethod
     def scores(self, keys: mx.array | None, values: mx.array | None, positions: mx.array) -> mx.array:
         """How much each row is worth keeping: float32 (B, H, T), higher is better. A pure function.

@@ -31,6 +31,8 @@ class KeyDistance(Scorer):
         "key_distance", "ManifoldKV, arXiv:2602.08343", "score = ‖k − mean of k‖₂", KEYS
     )
 
+    copies: ClassVar[float] = 1.0
+
     def scores(self, keys: mx.array | None, values: mx.array | None, positions: mx.array) -> mx.array:
         wide = given(keys).astype(mx.float32)
         return mx.linalg.norm(wide - mx.mean(wide, axis=-2, keepdims=True), axis=-1)

@@ -32,5 +32,7 @@ class KeyNorm(Scorer):
         "key_norm", "Devoto et al., arXiv:2406.11430", "score = −‖k‖₂", KEYS
     )
 
+    copies: ClassVar[float] = 1.0
+
     def scores(self, keys: mx.array | None, values: mx.array | None, positions: mx.array) -> mx.array:
         return -mx.linalg.norm(given(keys).astype(mx.float32), axis=-1)

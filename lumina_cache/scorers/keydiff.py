@@ -38,6 +38,8 @@ class KeyDiff(Scorer):
         "keydiff", "KeyDiff, arXiv:2504.15364", "score = −cos(k, mean of k/‖k‖)", KEYS
     )
 
+    copies: ClassVar[float] = 3.0
+
     def scores(self, keys: mx.array | None, values: mx.array | None, positions: mx.array) -> mx.array:
         directions = _unit(given(keys).astype(mx.float32))
         anchor = _unit(mx.mean(directions, axis=-2, keepdims=True))

@@ -44,6 +44,8 @@ class LagKV(Scorer):
         "lagkv", "LagKV, arXiv:2504.04704", "spread of k and v relative to the next block", KEYS, VALUES
     )
 
+    copies: ClassVar[float] = 4.0
+
     def scores(self, keys: mx.array | None, values: mx.array | None, positions: mx.array) -> mx.array:
         batch, heads, rows = positions.shape
         blocks = (rows - self.sinks) // self.lag

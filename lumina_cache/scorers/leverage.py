@@ -41,6 +41,8 @@ class Leverage(Scorer):
         "leverage", "CurDKV, arXiv:2509.15038", "score = ℓ(k)·ℓ(v), ℓ(x) = xᵀ(XᵀX + λI)⁻¹x", KEYS, VALUES
     )
 
+    copies: ClassVar[float] = 6.0
+
     def scores(self, keys: mx.array | None, values: mx.array | None, positions: mx.array) -> mx.array:
         return _leverage(given(keys)) * _leverage(given(values))
 

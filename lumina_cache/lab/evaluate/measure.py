@@ -87,7 +87,7 @@ class Bench:
             self._answer()
 
     def _filled(self, context: tuple[int, ...]) -> LuminaCache:
-        cache = LuminaCache(self.model, telemetry=False, log=None, disk=self.disk)
+        cache = LuminaCache(self.model, telemetry=False, log=None, disk=self.disk, guard=False)
         read_prompt(self.model, cache, context, self.plan.chunk)
         return cache
 
@@ -97,8 +97,8 @@ class Bench:
         yield
         self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
 
-    def _log_probabilities(self, cache: Any, fed: tuple[int, ...], scored: int) -> mx.array:
-        found = log_probabilities(self.model, cache, fed, self.plan.block)[-scored:]
+    def _log_probabilities(self, cache: Any, fed: tuple[int, ...], scored: int, block: int) -> mx.array:
+        found = log_probabilities(self.model, cache, fed, block)[-scored:]
         mx.eval(found)
         return found
 
@@ -107,14 +107,12 @@ class Bench:
         plan, task = self.plan, self.task
         self.reference: dict[str, Any] = {}
         if "T1" in plan.tests:
-            self.continued = self._log_probabilities(detached_copy(self.full), task.fed, len(task.fed))
+            self.continued = self._continue(detached_copy(self.full))
             short = make_prompt_cache(self.model)
             read_prompt(self.model, short, task.context[-plan.short_context :], plan.chunk)
             self.reference["T1"] = {
                 "nll": nll(self.continued, task.expected),
-                "nll_short_context": nll(
-                    self._log_probabilities(short, task.fed, len(task.fed)), task.expected
-                ),
+                "nll_short_context": nll(self._continue(short), task.expected),
             }
         if "T2" in plan.tests:
             self.copied = [self._copy(detached_copy(self.full_planted), c) for c in self.asks.copies]
@@ -134,11 +132,14 @@ class Bench:
             self.run = self._greedy(detached_copy(self.full), None)
             self.reference["T5"] = {"tokens": len(self.run)}
 
+    def _continue(self, cache: Any) -> mx.array:
+        return self._log_probabilities(cache, self.task.fed, len(self.task.fed), self.plan.block)
+
     def _copy(self, cache: Any, copy: Copy) -> mx.array:
-        return self._log_probabilities(cache, copy.fed, len(copy.expected))
+        return self._log_probabilities(cache, copy.fed, len(copy.expected), len(copy.fed))
 
     def _lookup(self, cache: Any, question: Lookup) -> int:
-        last = self._log_probabilities(cache, question.fed, 1)[0]
+        last = self._log_probabilities(cache, question.fed, 1, len(question.fed))[0]
         return _index_of_greatest(last[mx.array(question.candidates)])
 
     def _greedy(self, cache: Any, follow: list[int] | None) -> list[int]:
@@ -235,7 +236,7 @@ class Bench:
                 )
 
     def _continuation(self, cache: Any) -> dict[str, Any]:
-        tried = self._log_probabilities(cache, self.task.fed, len(self.task.fed))
+        tried = self._continue(cache)
         kl, same = kl_and_agreement(self.continued, tried)
         loss = nll(tried, self.task.expected)
         return {

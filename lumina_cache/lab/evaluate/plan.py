@@ -23,8 +23,9 @@ TESTS = {
 class Plan:
     """Settings of one evaluation. Lengths are in tokens.
 
-    ``contexts`` are pairs (tokens in the cache when the action is taken, documents). ``block`` is how many tokens each
-    teacher-forced forward takes: rows that come after an action are stored as the action says, block by block.
+    ``contexts`` are pairs (tokens in the cache when the action is taken, documents). ``block`` is how many tokens of
+    the continuation each forward takes: rows that come after an action are stored as the action says, block by block. A
+    passage or question of T2 and T3 goes in whole, as a prompt would.
     ``chunk`` is the prefill step, the same for every document. ``free_run_documents`` and ``timed_documents`` count per
     context: those tests decode token by token, so they are run on the first documents only.
     """
@@ -85,7 +86,6 @@ QUICK = Plan(
     contexts=((400, 2),),
     tests=("T1", "T2"),
     scored=48,
-    block=48,
     depths=(0.15, 0.60),
     free_run_documents=0,
     timed_documents=0,

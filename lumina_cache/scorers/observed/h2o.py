@@ -8,7 +8,9 @@ heads of each K/V head.
 Rows seen by many queries have collected more, whatever each query gave them. :class:`H2OMean` takes that out:
 ``score_j = Σ_t a_{t,j} / #{t : t sees j}``, as kvpress does (``ObservedAttentionPress``).
 
-``stride`` looks at every stride-th position only, for an estimate of the same sums at a fraction of the cost.
+``stride`` looks at every stride-th position only, for an estimate of the same sums at a fraction of the cost. Weights are
+largest between neighbours, so a row whose own position is looked at would seem to draw more than its neighbours: ``apart``
+leaves out what a query gives to the newest rows before it.
 """
 
 from __future__ import annotations
@@ -29,9 +31,14 @@ __all__ = ["H2O", "H2OMean"]
 
 @dataclass(frozen=True)
 class H2O(ObservedScorer):
-    """The more attention collected the better. ``stride``: positions from one query looked at to the next."""
+    """The more attention collected the better.
+
+    ``stride``: positions from one query looked at to the next. ``apart``: rows, its own included, that a query looked at
+    gives nothing to; at least ``stride`` unless that is 1.
+    """
 
     stride: int = 1
+    apart: int = 0
 
     method: ClassVar[Method] = observed_method(
         "h2o", "H2O, arXiv:2306.14048", "accumulated attention weights", ATTENTION_WEIGHTS
@@ -39,8 +46,10 @@ class H2O(ObservedScorer):
     reads_keys: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.stride < 1:
-            raise ValueError(f"a stride of {self.stride} positions: give 1 or more")
+        if self.stride < 1 or self.apart < (0 if self.stride == 1 else self.stride):
+            raise ValueError(
+                f"stride={self.stride}, apart={self.apart}: give a stride of 1 or more and, where it is more, apart as large"
+            )
 
     def _seen(
         self, stats: Statistics, seen: Attended
@@ -53,6 +62,7 @@ class H2O(ObservedScorer):
             seen.sinks,
             start=-seen.first_position % self.stride,
             stride=self.stride,
+            apart=self.apart,
         )
         sums = fold(sums, seen.n_kv_heads)
         counts = mx.broadcast_to(fold(counts, seen.n_kv_heads), sums.shape)

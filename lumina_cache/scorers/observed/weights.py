@@ -25,6 +25,7 @@ def attended_sums(
     *,
     start: int = 0,
     stride: int = 1,
+    apart: int = 0,
     limit: int = BLOCK_BYTES,
 ) -> tuple[mx.array, mx.array]:
     """How much attention each row drew, and from how many queries it could have drawn any.
@@ -36,6 +37,8 @@ def attended_sums(
         keys: (B, H, T, D), H dividing Hq.
         mask: None, ``"causal"``, or an array that broadcasts to (B, Hq, N, T): bool, or added to the scores.
         sinks: (Hq,) logits of a row without value, in the sum of the softmax only.
+        apart: rows between a query's own and the newest that counts; weights of those in between are left out of the
+            sums, not of the softmax.
         limit: bytes of the scores of one block, if one query's take no more.
 
     Returns:
@@ -55,10 +58,21 @@ def attended_sums(
         seen = rows - new + last if isinstance(mask, str) else rows
         if allowed is not None:
             allowed = allowed[..., :seen]
-        sums = _weights(one * scale, keys[:, :, :seen], allowed, sinks).sum(axis=(2, 3))
+        weights = _weights(one * scale, keys[:, :, :seen], allowed, sinks)
+        sums, counts = weights.sum(axis=(2, 3)), _seen_by(allowed, at.size, seen)
+        if apart > 0:
+            # Only the rows from this one on are near to any query of the block.
+            near = max(0, rows - new + first - apart + 1)
+            far = at[:, None] + (rows - new) - mx.arange(near, seen) >= apart
+            some = mx.where(far, weights[..., near:], 0.0).sum(axis=(2, 3))
+            sums = mx.concatenate([sums[..., :near], some], axis=-1)
+            visible = far if allowed is None else _visible(allowed[..., near:]) & far
+            some = _seen_by(visible, at.size, seen - near)
+            counts = mx.broadcast_to(counts, (*some.shape[:2], seen))
+            counts = mx.concatenate([counts[..., :near], some], axis=-1)
         unseen = [(0, 0), (0, 0), (0, rows - seen)]
         total = total + mx.pad(sums * (n_kv_heads / n_heads), unseen)
-        exposure = exposure + mx.pad(_seen_by(allowed, at.size, seen), unseen)
+        exposure = exposure + mx.pad(counts, unseen)
     return total, exposure
 
 
@@ -132,8 +146,12 @@ def _seen_by(mask: mx.array | None, queries: int, rows: int) -> mx.array:
     """How many of the queries each row is visible to, the mean over the heads of a group: (B|1, H|1, T) float32."""
     if mask is None:
         return mx.full((1, 1, rows), float(queries))
-    visible = mask if mask.dtype == mx.bool_ else mask > mx.finfo(mask.dtype).min
+    visible = _visible(mask)
     if visible.ndim == 2:
         visible = visible[None, None, None]
     counts = visible.astype(mx.float32).sum(axis=3).mean(axis=2)
     return counts * queries if visible.shape[3] == 1 and queries > 1 else counts
+
+
+def _visible(mask: mx.array) -> mx.array:
+    return mask if mask.dtype == mx.bool_ else mask > mx.finfo(mask.dtype).min
