@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from .actions import Action, Evict, Keep, Offload, Plan, Quantize, Reclaim, Reserve, singles
+from .backend.capabilities import OWN_PACKED_ATTENTION
 from .codecs import CODECS, Codec
 from .errors import ActionInfeasibleError, EngagementError
 from .estimate import Held, after_action, applies, nbytes_allocated, nbytes_live, rows_to_disk
-from .evict import evict, would_lose
+from .evict import evict, why_unseen, would_lose
 from .guarding import Guard, guarded
 from .layers import ArraysCache, ChunkedKVCache, KVCache, ManagedLayer, RotatingKVCache, RowLayer
 from .rows import Pinned
 from .scorers import SCORERS
+from .scorers.observed import OBSERVED
+from .seen import UNHOOKED
 
 if TYPE_CHECKING:
     from .disk import DiskStore
@@ -135,8 +138,8 @@ def execute(
         guard: raises the bits of layers that the action's would spoil; None for none.
 
     Raises:
-        ActionInfeasibleError: this library has no code for the action, there is no disk to write to, or a row that must
-            stay would be evicted; nothing was changed.
+        ActionInfeasibleError: this library has no code for the action, there is no disk to write to, a row that must
+            stay would be evicted, or attention was to be watched or served that is not; nothing was changed.
         DiskTierError: rows could not be written to, or read back from, their file; layers before that one are changed.
         EngagementError: the bytes or rows afterwards are not those that were asked for.
     """
@@ -150,6 +153,7 @@ def execute(
     why = why_not_protected(targets, action, pinned)
     if why is not None:
         raise ActionInfeasibleError(f"{why}; keep more rows, or protect fewer")
+    _check_hooked(targets, action)
     before, mark = Footprint.of(layers), mx.get_peak_memory()
     rows_before = max((one.rows for one in asked if one.kind == "kv"), default=0)
     done: dict[int, list[Action]] = {}
@@ -227,7 +231,7 @@ def not_built(action: Action) -> str | None:
             case Keep() | Reclaim() | Reserve():
                 continue
             case Evict():
-                if part.scorer not in SCORERS:
+                if part.scorer not in SCORERS and part.scorer not in OBSERVED:
                     return f"the scorer {part.scorer}"
             case Quantize():
                 if part.codec not in CODECS:
@@ -247,6 +251,17 @@ def _check_executable(action: Action, disk: DiskStore | None) -> None:
         raise ActionInfeasibleError(f"{action}: this version of lumina_cache has no code for {missing}")
     if disk is None and any(isinstance(part, Offload) for part in singles(action)):
         raise ActionInfeasibleError(f"{action}: this cache has no disk tier; give LuminaCache(disk=…)")
+
+
+def _check_hooked(targets: Sequence[RowLayer], action: Action) -> None:
+    """Raises ActionInfeasibleError where an action needs attention calls that nobody watches or serves."""
+    for layer, part in _in_order(targets, action):
+        if isinstance(part, Evict) and isinstance(layer, KVCache):
+            why = why_unseen(layer, part)
+            if why is not None:
+                raise ActionInfeasibleError(why)
+        elif OWN_PACKED_ATTENTION in part.requires and applies(held(layer), part) and not layer.served:
+            raise ActionInfeasibleError(UNHOOKED)
 
 
 def _act(layer: RowLayer, action: Action, pinned: Pinned, disk: DiskStore | None) -> None:

@@ -15,6 +15,7 @@ from mlx_lm.models import cache as stock
 from .actions import Action, parse_action
 from .apply import Applied, Footprint, held_all, opaque_nbytes
 from .audit import AuditLog
+from .backend.capabilities import Rung
 from .backend.interface import check_interface
 from .budget import budget_nbytes, format_bytes
 from .codecs.guard import LIMIT
@@ -25,6 +26,7 @@ from .estimate import after_append, emptied, merge_equal, nbytes_allocated
 from .export import to_mlx
 from .layers import ManagedLayer, adopt, leaves, managed
 from .policy import POLICIES, Policy
+from .reach import Reach
 from .rows import Pinned
 from .steps import StepTracker
 from .telemetry import Sampler, Snapshot, read_once
@@ -104,6 +106,12 @@ class LuminaCache(list[Any]):
         horizon: how many tokens the caller expects this cache to see in all (prompt, generated and drafted ones); None
             if not known. Used to say early whether rows may have to be evicted (or a sliding window may wrap), which
             speculative decoding and prefix reuse need to know.
+        rung: how deep the cache reaches into mlx-lm. ``"native"``: its own layouts and packed attention only; ``"cache"``:
+            what an own cache object can do; ``"hook"``: the model's attention calls too, for as long as the cache is
+            open. They are watched, so that rows can be ranked by the attention they draw, and served from codes where
+            rows are encoded. See docs/hook.md.
+        observe: at rung hook, the scorers (such as ``"snapkv"``, ``"h2o"``) whose statistics are kept. Default: those
+            that ``plan`` names, or else ``snapkv``, which costs next to nothing while the model runs.
 
     Raises:
         ActionInfeasibleError: the plan can never be carried out with this model.
@@ -128,6 +136,8 @@ class LuminaCache(list[Any]):
         protect: range | Iterable[range] = (),
         disk: DiskStore | str | os.PathLike[str] | bool | None = None,
         guard: bool | float = True,
+        rung: str | Rung = "cache",
+        observe: Iterable[str] | str | None = None,
     ) -> None:
         check_interface()
         super().__init__()
@@ -156,6 +166,7 @@ class LuminaCache(list[Any]):
             protect=_ranges(protect),
             disk=_disk(disk),
             guard=_guard(guard),
+            reach=Reach.asked(rung, model, observe, standing),
         )
         for name, entries in zip(("model", "draft"), made, strict=False):
             steps = StepTracker(self._control, name)
@@ -294,7 +305,8 @@ class LuminaCache(list[Any]):
         return [to_mlx(entry, decode=decode) for entry in self]
 
     def close(self) -> None:
-        """Write ``session.ended``. Done by itself when the cache is collected or the interpreter exits.
+        """Write ``session.ended``, and close the attention hook of a cache at rung hook: mlx-lm's modules are as they
+        were. Done by itself when the cache is collected or the interpreter exits.
 
         Files on disk are deleted, and rows in them are gone, unless a copy of the cache still uses them or the store
         was passed to the cache; the cache is of no use afterwards if it had rows there.
@@ -400,11 +412,13 @@ class LuminaCache(list[Any]):
             for part in (list(self[:split]), list(self[split:]))
             if part
         ]
+        self._control.reach.attach(leaves(list(self[:split])))
 
     def _check_budget(self, nbytes: int) -> None:
         steps = self._control.trackers[0]
         probe = self._control.probe(steps)
         steps.expect(probe.updated_per_step)
+        probe = replace(probe, profile=self._control.profile(steps))
         if self._control.speculative:
             # No row may go while tokens can be taken back, so nothing can be promised for every length.
             return

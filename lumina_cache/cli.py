@@ -337,6 +337,46 @@ def evaluate(
 
 
 @app.command(
+    epilog="Examples:  lumina-cache calibrate --quick   |   lumina-cache calibrate --model ~/models/llama   |   "
+    "lumina-cache calibrate --model ~/models/llama --text notes.txt --minutes 60 --json > mine.json",
+)
+def calibrate(
+    model: Model = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Your own text instead of prose, code and dialogue; may be given again."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few actions on one short document: a look, not a result.")
+    ] = False,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Start nothing new after so many. Default: 20, or 1.25 with --quick.", min=0.0),
+    ] = None,
+    documents: Annotated[
+        int | None, typer.Option(help="Most documents to measure. Default: 12, or 1 with --quick.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The profile's file. Default: in the state directory, where it is found again."),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Measure on a model what actions cost in quality and time, and keep it for the policy. Run again, it goes on."""
+    from .lab.calibrate.command import calibrate_command
+
+    calibrate_command(
+        model=model,
+        texts=text or [],
+        quick=quick,
+        minutes=minutes,
+        documents=documents,
+        out=out,
+        as_json=json,
+    )
+
+
+@app.command(
     epilog="Examples:  lumina-cache top   |   lumina-cache top --once   |   lumina-cache top --json --seconds 10"
 )
 def top(

@@ -39,10 +39,12 @@ from .estimate import (
     tokens_without_growth,
 )
 from .fingerprint import remembered_fingerprint
-from .guarding import Guard
+from .guarding import Guard, first_raised
 from .layers import KVCache, ManagedLayer, RotatingKVCache
 from .policy import DEFAULT_HORIZON, Limit, Policy, State
-from .profile import Profile, profile_for
+from .profile import Profile
+from .profile_home import profile_for
+from .reach import Reach
 from .rows import Pinned
 from .standing import StandingPlan, only
 from .steps import StepTracker
@@ -56,6 +58,9 @@ STEP_RECORD_EVERY = 64
 
 #: Tokens after which the machine is looked at again even if nothing grows.
 LOOK_EVERY = 256
+
+#: Most times that a decision is made anew because the outlier guard refused what was chosen.
+MOST_TRIES = 8
 
 #: Fewest rows per layer that eviction to a budget goes down to, attention sinks included.
 FEWEST_ROWS = 64
@@ -90,6 +95,7 @@ class Controller:
         protect: Pinned = (),
         disk: Lease | None = None,
         guard: float | None = None,
+        reach: Reach | None = None,
     ) -> None:
         self.models = models
         self.budget = budget
@@ -104,6 +110,7 @@ class Controller:
         self.protect = protect
         self.lease = disk
         self.guard = guard
+        self.reach = Reach() if reach is None else reach
         self.suspended: Suspended | None = None
         self.trackers: list[StepTracker] = []
         self.speculative = len(models) > 1
@@ -127,7 +134,7 @@ class Controller:
         if disk is not None:
             disk.take()
             log.count_disk(0)
-        self.finalizer = weakref.finalize(self, _end, log, disk)
+        self.finalizer = weakref.finalize(self, _end, log, disk, self.reach)
 
     @property
     def disk(self) -> DiskStore | None:
@@ -272,6 +279,7 @@ class Controller:
             protect=self.protect,
             disk=self.lease,
             guard=self.guard,
+            reach=self.reach.copy(self.models[0]),
         )
         new.plan = copy.copy(self.plan)
         memo[id(self)] = new
@@ -312,12 +320,11 @@ class Controller:
             self._acting = before
 
     def profile(self, steps: StepTracker) -> BackendProfile:
-        """What the model can do with this cache: what its probe found, and whether the cache was given a disk."""
+        """What the model can do with this cache: what its probe found, as far as the cache reaches, and its disk."""
         profile = self.probe(steps).profile
         here = Outcome(True) if self.disk is not None else _NO_DISK
-        if profile.outcomes.get(DISK_TIER) == here:
-            return profile
-        return replace(profile, outcomes={**profile.outcomes, DISK_TIER: here})
+        profile = replace(profile, outcomes={**profile.outcomes, DISK_TIER: here})
+        return self.reach.profile(profile, self._objects(steps))
 
     def apply(self, action: Action) -> Applied | None:
         """Carry out ``action`` on the model's layers now, or at the next step boundary (then None is returned).
@@ -549,11 +556,17 @@ class Controller:
 
     def _predicted(self, beginning: StepTracker, tokens: int) -> int:
         """Allocated bytes of all models after ``beginning`` has done a step of ``tokens`` tokens."""
-        return sum(nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers)
+        rows = sum(nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers)
+        return rows + self._observed(beginning, tokens)
+
+    def _observed(self, beginning: StepTracker, tokens: int) -> int:
+        """Bytes of what is kept of the attention after a step of ``tokens`` tokens of one of the models."""
+        return self.reach.nbytes_after(tokens if beginning is self.trackers[0] else 0)
 
     def _left_by_others(self, limit: Limit, beginning: StepTracker, tokens: int) -> Limit:
-        """The limit less what the draft model will hold by then."""
+        """The limit less what the draft model, and what is kept of the attention, will take by then."""
         others = sum(nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers[1:])
+        others += self._observed(beginning, tokens)
         return limit if limit.nbytes is None or not others else replace(limit, nbytes=limit.nbytes - others)
 
     def _after(self, steps: StepTracker, beginning: StepTracker, tokens: int) -> tuple[Held, ...]:
@@ -576,12 +589,16 @@ class Controller:
             evicted_by=self.evicted_by,
         )
         decider.fit(self.probe(steps).group_size)
-        decision = decider.decide(state, self.profile(steps), trigger, self._against)
-        if decision.action == Keep():
-            return
-        with suppress(Exception):  # it is in the log; generation must not break because an action did
-            applied = self._execute(steps, decision.action, "policy", decider.number)
-            decider.learn(applied.observed_peak)
+        for _ in range(MOST_TRIES):
+            decision = decider.decide(state, self.profile(steps), trigger, self._against)
+            if decision.action == Keep():
+                return
+            known = len(self._guarded)
+            with suppress(Exception):  # it is in the log; generation must not break because an action did
+                applied = self._execute(steps, decision.action, "policy", decider.number)
+                decider.learn(applied.observed_peak)
+            if len(self._guarded) == known:
+                return
 
     def _against(self, action: Action) -> tuple[Reason, ...]:
         """Why not, from earlier attempts: the outlier guard let nothing be done of a codec with as many bits or more."""
@@ -602,12 +619,13 @@ class Controller:
         asked, written = self._unmerged(steps), self._written()
         try:
             with self._busy():
+                guard = self._guard_of(steps)
+                if origin == "policy" and guard is not None:
+                    # More bits than were weighed would take more bytes than there are: better to choose again.
+                    self._require_as_weighed(steps, action, guard)
+                    guard = None
                 applied = execute(
-                    self._objects(steps),
-                    action,
-                    pinned=self.protect,
-                    disk=self.disk,
-                    guard=self._guard_of(steps),
+                    self._objects(steps), action, pinned=self.protect, disk=self.disk, guard=guard
                 )
             self._require_something(action, applied)
         except Exception as error:
@@ -632,6 +650,24 @@ class Controller:
             return all(profile.has(c) for c in action.requires)
 
         return Guard(self.guard, can)
+
+    def _require_as_weighed(self, steps: StepTracker, action: Action, guard: Guard) -> None:
+        """Refuse an action whose bits the outlier guard would raise, so that it is not chosen again.
+
+        Raises:
+            ActionInfeasibleError: nothing was changed.
+        """
+        found = first_raised(self._objects(steps), action, guard)
+        if found is None:
+            return
+        name, part, needed = found
+        instead = "stay as they are" if needed is None else f"need {needed}"
+        text = (
+            f"{part} would spoil the rows of {name} (predicted noise above {guard.limit} of their variance along the "
+            f"tokens), which {instead}"
+        )
+        self._guarded[part] = Reason("outliers", text)
+        raise ActionInfeasibleError(f"{action}: {text}")
 
     def _require_something(self, action: Action, applied: Applied) -> None:
         """Refuse an action that the outlier guard left nothing of, so that it is not chosen again.
@@ -799,7 +835,8 @@ class Controller:
     def _renew_slack(self, beginning: StepTracker, tokens: int) -> None:
         """Until so many more tokens have come after this step, no model's bytes can change."""
         after = (one for steps in self.trackers for one in self._after(steps, beginning, tokens))
-        room = tokens_without_growth(after)
+        rooms = (tokens_without_growth(after), self.reach.room())
+        room = min((r for r in rooms if r is not None), default=None)
         self._slack = (1 << 30) if room is None else room
 
     def _index(self, steps: StepTracker) -> int:
@@ -862,8 +899,9 @@ def _require_room(plan: Action, pinned: Pinned) -> None:
                 )
 
 
-def _end(log: AuditLog, disk: Lease | None) -> None:
+def _end(log: AuditLog, disk: Lease | None, reach: Reach) -> None:
     """A cache is closed, or gone."""
+    reach.close()
     against = None if disk is None else disk.give_up()
     if against is not None:
         log.write("warning", code="disk_not_cleared", text=str(against))

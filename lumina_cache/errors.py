@@ -9,6 +9,7 @@ __all__ = [
     "AttentionInputError",
     "BackendInterfaceError",
     "BudgetError",
+    "CalibrationError",
     "DiskBudgetError",
     "DiskCorruptError",
     "DiskDirectoryError",
@@ -47,6 +48,10 @@ class UnsupportedCacheError(LuminaError, ValueError):
 
 class BudgetError(LuminaError, ValueError):
     """A budget that cannot be read, or that no feasible action can hold."""
+
+
+class CalibrationError(LuminaError, ValueError):
+    """A calibration that cannot be made or kept as asked: of this model, within this time, or in this file."""
 
 
 class ActionSyntaxError(LuminaError, ValueError):

@@ -9,8 +9,8 @@ takes for a while beside what is held is in :mod:`lumina_cache.transient`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from .actions import (
     Action,
@@ -475,18 +475,9 @@ def carried_out(layers: Sequence[Held], action: Action, pinned: Pinned = ()) -> 
     layer by layer, and within a layer part by part.
     """
     now = tuple(layers)
-    total = peak = nbytes_allocated(now)
     if isinstance(action, Plan):
-        _require_numbers(now, action)
-        after = []
-        for one in now:
-            own = action.for_layer(one.index)
-            [done], most = carried_out([one], own, pinned)
-            before = nbytes_allocated([one])
-            peak = max(peak, total - before + most)
-            total += nbytes_allocated([done]) - before
-            after.append(done)
-        return tuple(after), peak
+        after = after_action(now, action, pinned)
+        return after, _worst(now, after, lambda one: action.for_layer(one.index), pinned)
     return parts_carried_out(now, action.parts, pinned)
 
 
@@ -496,18 +487,33 @@ def parts_carried_out(
     """:func:`carried_out` for single actions, one after the other."""
     now, peak = layers, nbytes_allocated(layers)
     for part in parts:
-        done_all = after_action(now, part, pinned)
-        transient = max((_transient(a, b, part) for a, b in zip(now, done_all, strict=True)), default=0)
-        peak = max(peak, max(nbytes_allocated(now), nbytes_allocated(done_all)) + transient)
-        now = done_all
+        after = after_action(now, part, pinned)
+        peak = max(peak, _worst(now, after, lambda _, part=part: part, pinned))  # type: ignore[misc]
+        now = after
     return now, peak
 
 
-def transient_of_action(held: Held, action: Action) -> int:
+def _worst(
+    before: Sequence[Held],
+    after: Sequence[Held],
+    action_of: Callable[[Held], Action],
+    pinned: Pinned = (),
+) -> int:
+    """The largest transient while all other layers are as before, or, where they grow, as afterwards."""
+    first, last = nbytes_allocated(before), nbytes_allocated(after)
+    most = max(first, last)
+    for was, now in zip(before, after, strict=True):
+        own = nbytes_allocated([replace(was, count=1)])
+        others = max(first - own, last - nbytes_allocated([replace(now, count=1)]))
+        most = max(most, others + own + transient_of_action(was, action_of(was), pinned))
+    return most
+
+
+def transient_of_action(held: Held, action: Action, pinned: Pinned = ()) -> int:
     """Bytes needed beside one layer while ``action`` is carried out on it, an upper bound."""
     most = 0
     for part in action.parts:
-        [after] = after_action([held], part)
+        [after] = after_action([held], part, pinned)
         most, held = max(most, _transient(held, after, part)), after
     return most
 

@@ -14,8 +14,10 @@ from .estimate import Held, after_action, guarded_rows, kept_of, split_kept
 from .layers import KVCache
 from .rows import Pinned
 from .scorers import SCORERS, Scorer, protected_rows, select
+from .scorers.observed import OBSERVED
+from .seen import UNHOOKED
 
-__all__ = ["Pinned", "evict", "scorer_of", "would_lose"]
+__all__ = ["Pinned", "evict", "scorer_of", "why_unseen", "would_lose"]
 
 
 def scorer_of(action: Evict) -> Scorer:
@@ -60,6 +62,16 @@ def _too_many(layer: KVCache, held: Held, action: Evict, pinned: Pinned) -> str 
     return text
 
 
+def why_unseen(layer: KVCache, action: Evict) -> str | None:
+    """Why the scorer of ``action`` would have to guess for the rows of ``layer``; None if it need not."""
+    if action.scorer not in OBSERVED:
+        return None
+    if layer.seen is None:
+        return UNHOOKED
+    why = layer.seen.why_not(action.scorer, int(layer.offset), layer.rows)
+    return None if why is None else f"{layer.name}: {why}"
+
+
 def evict(layer: KVCache, action: Evict, pinned: Pinned = ()) -> None:
     """Drop rows of ``layer`` down to what ``action`` keeps.
 
@@ -78,10 +90,7 @@ def _chosen(layer: KVCache, action: Evict, kept: int, pinned: Pinned) -> tuple[n
     block, head, tail = store.layout.block, store.head, store.tail
     guarded = guarded_rows(action.sinks, pinned, int(layer.offset) - tail, block, head)
     kept_tail, kept_sealed = split_kept(max(0, kept - head), layer.rows - head, tail, block, guarded)
-    scorer = scorer_of(action)
-    keys, values = store.dense() if scorer.reads_rows else (None, None)
-    positions = _positions(layer, scorer)
-    scores = scorer.scores(keys, values, positions)
+    scores, positions = _scores(layer, action)
     stay = protected_rows(positions, action.sinks, action.recent, pinned)
     sealed = layer.rows - tail
     # As sealed rows are kept in whole blocks, a block that is protected in part stays whole if there is room for it.
@@ -95,12 +104,26 @@ def _chosen(layer: KVCache, action: Evict, kept: int, pinned: Pinned) -> tuple[n
     return _as_index(blocks), _as_index(in_tail)
 
 
-def _positions(layer: KVCache, scorer: Scorer) -> mx.array:
-    """(B, H, T), or (1, 1, T) where all heads hold the same positions and keep the same."""
+def _scores(layer: KVCache, action: Evict) -> tuple[mx.array, mx.array]:
+    """The scorer's ranking of all rows, and their positions."""
+    store = layer.own_store()
+    if action.scorer in OBSERVED:
+        assert layer.seen is not None, "execute() looks before it acts"
+        some_keys, some_values = store.dense()
+        positions = _positions(layer, chooses=True)
+        return layer.seen.scores(action.scorer, some_keys, some_values, positions), positions
+    scorer = scorer_of(action)
+    keys, values = store.dense() if scorer.reads_rows else (None, None)
+    positions = _positions(layer, chooses=ROW_CHOICE in scorer.method.requires)
+    return scorer.scores(keys, values, positions), positions
+
+
+def _positions(layer: KVCache, *, chooses: bool) -> mx.array:
+    """(B, H, T), or (1, 1, T) where all heads hold the same positions and, unless each ``chooses``, keep the same."""
     positions = mx.array(layer.positions())
     if positions.ndim == 3:
         return positions
-    heads = layer.heads if ROW_CHOICE in scorer.method.requires else (1, 1)
+    heads = layer.heads if chooses else (1, 1)
     return mx.broadcast_to(positions, (*heads, positions.shape[0]))
 
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from .codecs.base import Encoded, own_rows
 from .codecs.layout import Layout
-from .rows import shapes_of
+from .rows import Parts, shapes_of
 
 __all__ = ["Lanes"]
 
@@ -90,10 +90,13 @@ class Lanes:
 
     def fetch(self) -> tuple[mx.array, mx.array]:
         """Dense rows (B, H, T, D) in the order that mlx-lm would return them in."""
+        return self.parts().dense()
+
+    def parts(self) -> Parts:
+        """The encoded rows in the order that mlx-lm would return them in."""
         assert self.dtype is not None, "no rows yet"
         pairs = [lane.keys_and_values() for lane in self.lanes]
-        keys, values = tuple(k for k, _ in pairs), tuple(v for _, v in pairs)
-        return self.layout.keys.decode(keys, self.dtype), self.layout.values.decode(values, self.dtype)
+        return Parts(self.layout, self.dtype, tuple(k for k, _ in pairs), tuple(v for _, v in pairs))
 
     def buffers(self) -> tuple[mx.array | None, mx.array | None]:
         """The whole buffers decoded, slack included."""

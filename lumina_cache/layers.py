@@ -11,6 +11,7 @@ caches and error messages.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,7 +25,8 @@ from .codecs import Affine, Layout
 from .codecs.base import Encoded, encoded_nbytes
 from .errors import DiskTierError, UnsupportedCacheError
 from .lanes import Lanes
-from .rows import DiskRows, RowStore, drift, shapes_of
+from .rows import DiskRows, Parts, RowStore, drift, shapes_of
+from .seen import Seen
 from .steps import StepTracker
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ __all__ = [
     "CacheList",
     "ChunkedKVCache",
     "ConcatenateKVCache",
+    "Handed",
     "History",
     "KVCache",
     "ManagedLayer",
@@ -95,6 +98,18 @@ class Storage:
     __repr__ = __str__
 
 
+@dataclass(frozen=True)
+class Handed:
+    """What a layer returned for one step, and the same rows as they lie, for whoever attends to those instead.
+
+    The arrays are held weakly: nothing has computed them, and nobody may want to.
+    """
+
+    keys: weakref.ref[mx.array]
+    values: weakref.ref[mx.array]
+    parts: Parts
+
+
 class ManagedLayer:
     """What every managed layer adds to the mlx-lm class it stands for."""
 
@@ -110,6 +125,8 @@ class ManagedLayer:
     _away: bool = False
     name: str = "layer ?"  #: "layer 3", or "layer 3.1" for the second leaf of a nested cache
     history: History = History()
+    #: What an attention hook saw of it; None if none ever watched. Not part of ``state``, which is mlx-lm's.
+    seen: Seen | None = None
 
     keys: Any
     values: Any
@@ -155,7 +172,7 @@ class ManagedLayer:
     @property
     def nbytes(self) -> int:
         self._touch()
-        return self.nbytes_allocated
+        return self.nbytes_allocated + (0 if self.seen is None else self.seen.nbytes)
 
     def can_trim(self, n: int) -> bool:
         """Whether exactly ``n`` tokens can be taken back."""
@@ -194,6 +211,7 @@ class ManagedLayer:
     def let_go(self) -> None:
         """Drop every array, for a state that is kept elsewhere; what is not an array stays."""
         self._drop_arrays()
+        self._forget()
         self._away = True
 
     def _drop_arrays(self) -> None:
@@ -206,15 +224,21 @@ class ManagedLayer:
     def _replaced(self) -> None:
         """The layer's rows were set from outside."""
         self._away = False
+        self._forget()
         if self._steps is not None:
             self._steps.on_replaced()
+
+    def _forget(self) -> None:
+        """What was seen was of other rows."""
+        if self.seen is not None:
+            self.seen = self.seen.forgotten()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         self._touch()
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         for key, value in self.__dict__.items():
-            if key != "_steps":
+            if key not in ("_steps", "served", "hands_out", "_handed"):
                 new.__dict__[key] = copy.deepcopy(value, memo)
         if self._steps is not None:
             copy.deepcopy(self._steps, memo).attach(new)
@@ -239,9 +263,34 @@ class RowLayer(ManagedLayer):
 
     holds_rows = True
 
+    #: Whether every attention over the layer can be served from its codes, and whether any can; set by whoever attaches
+    #: a server.
+    served: bool = False
+    hands_out: bool = False
+    _handed: Handed | None = None
+
     @property
     def layout(self) -> Layout:
         return _AS_THEY_COME
+
+    def take_handed(self, keys: Any, values: Any) -> Parts | None:
+        """The rows of this step as they lie, if ``keys`` and ``values`` are what was returned for it; only once.
+
+        Latent attention uses the one array that it needs on both sides.
+        """
+        handed, self._handed = self._handed, None
+        if handed is None or handed.keys() is not keys:
+            return None
+        if values is keys:
+            return handed.parts.keys_twice()
+        return handed.parts if handed.values() is values else None
+
+    def _hand_out(self, parts: Parts) -> tuple[Any, Any]:
+        """What is returned to the model."""
+        keys, values = parts.fetch()
+        if self.hands_out and isinstance(keys, mx.array):
+            self._handed = Handed(weakref.ref(keys), weakref.ref(values), parts)
+        return keys, values
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         steps = self._steps
@@ -417,7 +466,7 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         if self.store.disk is not None:
             return self._append_behind_disk(self.store, keys, values)
         self.offset += keys.shape[2]
-        return self.store.append(keys, values)
+        return self._hand_out(self.store.append(keys, values))
 
     def _append_behind_disk(self, store: RowStore, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """As :meth:`_append`; if the rows on disk cannot be read, the layer and those before it are as they were."""
@@ -425,7 +474,7 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         mx.eval(keys, values)
         before = replace(store)
         try:
-            fetched = store.append(keys, values)
+            fetched = self._hand_out(store.append(keys, values))
         except DiskTierError as error:
             self.store = before
             if self._steps is not None:
@@ -552,6 +601,8 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
             positions = np.broadcast_to(positions, (*shape, before))
         self._kept = np.take_along_axis(positions, kept, axis=-1)
         self._dropped = int(self.offset) - kept.shape[-1]
+        if self.seen is not None:
+            self.seen = self.seen.gather(kept, before)
         self.history = replace(self.history, evicted=self.history.evicted + before - kept.shape[-1])
         if to_disk is not None:
             store.offload(*to_disk)
@@ -602,6 +653,8 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         if self.store is not None:
             self.store.trim(n)
         self.offset -= n
+        if self.seen is not None:
+            self.seen = self.seen.back_to(int(self.offset))
 
     def empty(self) -> bool:
         return self.rows == 0 and self.keys is None
@@ -755,7 +808,7 @@ class _LaneLayer(RowLayer):
             return super()._append(keys, values)
         self.lanes.append(keys, values)
         self._follow(self.lanes.first)
-        return self.lanes.fetch()
+        return self._hand_out(self.lanes.parts())
 
     def _fetch(self) -> tuple[Any, Any]:
         return super()._fetch() if self.lanes is None else self.lanes.fetch()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .backend.capabilities import ROW_CHOICE, ROW_GATHER, Capability
+from .backend.capabilities import ROW_CHOICE, ROW_GATHER, Capability, observed
 
-__all__ = ["AFFINE_BITS", "AFFINE_GROUPS", "Method", "evict_method", "quant_method"]
+__all__ = ["AFFINE_BITS", "AFFINE_GROUPS", "Method", "evict_method", "observed_method", "quant_method"]
 
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 AFFINE_GROUPS = (32, 64, 128)
@@ -36,6 +36,11 @@ def evict_method(name: str, source: str, formula: str, *needs: Capability, unifo
     """A way of choosing rows; ``uniform`` where every head and layer keeps the same positions."""
     chosen = () if uniform else (ROW_CHOICE,)
     return Method("evict", name, frozenset({ROW_GATHER, *chosen, *needs}), source, formula)
+
+
+def observed_method(name: str, source: str, formula: str, *needs: Capability) -> Method:
+    """A way of choosing rows by what was seen of the attention, of which it keeps statistics of its own."""
+    return evict_method(name, source, formula, *needs, observed(name))
 
 
 def quant_method(

@@ -20,7 +20,6 @@ from .backend.capabilities import (
     HIDDEN_STATES,
     KEYS,
     MIXED_ROWS,
-    OWN_PACKED_ATTENTION,
     PAGED_ROWS,
     PARTIAL_FETCH,
     QUERIES,
@@ -42,7 +41,6 @@ from .scorers.observed import OBSERVED
 __all__ = ["METHODS", "Method", "methods_of"]
 
 _FETCH = (KEYS, VALUES, DENSE_REENCODE)
-_HOOKED = (KEYS, VALUES, QUERIES, OWN_PACKED_ATTENTION)
 
 
 def _catalogue() -> Iterator[Method]:
@@ -120,10 +118,6 @@ def _catalogue() -> Iterator[Method]:
 
     # -- compress: re-encode rows -------------------------------------------------------------------------------
     yield from (family.method for family in CODECS.values())
-    yield _quant("kivi_packed", "KIVI, arXiv:2402.02750", "as kivi, attention over the codes", *_HOOKED)
-    yield _quant(
-        "hadamard_packed", "QuaRot, arXiv:2404.00456", "as hadamard, the query rotated instead", *_HOOKED
-    )
     yield _quant(
         "turboquant", "TurboQuant, arXiv:2504.19874", "rotation and Lloyd–Max codes", *_FETCH, bits=(2, 3, 4)
     )

@@ -15,12 +15,13 @@ assumptions carry a figure from where it was measured to where it is used, and `
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .actions import Quantize, parse_action
 from .codecs import Layout
@@ -33,7 +34,6 @@ __all__ = [
     "Figure",
     "Profile",
     "default_profile",
-    "profile_for",
     "read_profile",
 ]
 
@@ -166,15 +166,15 @@ class Profile:
                 name=str(record["name"]),
                 borrowed=borrowed,
                 codecs=tuple(_codec(c) for c in record["codecs"]),
-                evictors=tuple(
-                    EvictionFigure(
-                        e["scorer"], int(e["recent"]), tuple(sorted((s, k, p) for s, k, p in e["points"]))
-                    )
-                    for e in record["evictors"]
-                ),
-                sensitivity=tuple(float(w) for w in record["sensitivity"]),
-                seconds_per_byte=dict(record["seconds_per_byte"]),
-                step_seconds=record["step_seconds"],
+                evictors=tuple(_evictor(e) for e in record["evictors"]),
+                sensitivity=tuple(_figure(w, "a sensitivity") for w in record["sensitivity"]),
+                seconds_per_byte={
+                    str(family): _figure(seconds, f"seconds_per_byte of {family}")
+                    for family, seconds in dict(record["seconds_per_byte"]).items()
+                },
+                step_seconds=None
+                if record["step_seconds"] is None
+                else _figure(record["step_seconds"], "step_seconds"),
                 provenance=dict(record["provenance"]),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -187,8 +187,42 @@ def _codec(record: Mapping[str, Any]) -> CodecFigure:
     action = parse_action(record["action"])
     if not isinstance(action, Quantize):
         raise ValueError(f"{action} is not a codec")
-    times = tuple(sorted((int(rows), float(ratio)) for rows, ratio in record["times"]))
-    return CodecFigure(action, float(record["kl"]), float(record["p95"]), times)
+    times = _ascending(
+        ((int(rows), _figure(ratio, f"a time of {action}")) for rows, ratio in record["times"]), action
+    )
+    return CodecFigure(
+        action, _figure(record["kl"], f"kl of {action}"), _figure(record["p95"], f"p95 of {action}"), times
+    )
+
+
+def _evictor(record: Mapping[str, Any]) -> EvictionFigure:
+    scorer = str(record["scorer"])
+    what = f"a point of {scorer}"
+    points = _ascending(
+        ((_figure(s, what), _figure(kl, what), _figure(p95, what)) for s, kl, p95 in record["points"]), scorer
+    )
+    # Without a point every eviction would seem to cost nothing.
+    if not points or not 0.0 < points[0][0] <= points[-1][0] < 1.0:
+        raise ValueError(f"{scorer}: at least one point, with shares between 0 and 1, is needed")
+    return EvictionFigure(scorer, int(record["recent"]), points)
+
+
+P = TypeVar("P", bound=tuple[float, ...])
+
+
+def _ascending(points: Iterable[P], what: object) -> tuple[P, ...]:
+    """``points`` sorted by their first number, which no two may share."""
+    found = tuple(sorted(points))
+    if len({point[0] for point in found}) < len(found):
+        raise ValueError(f"{what}: two figures for the same point")
+    return found
+
+
+def _figure(value: Any, what: str) -> float:
+    """A finite number that is not negative; JSON as Python reads it also has NaN and booleans."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{what} is {value!r}, not a number from 0 on")
+    return float(value)
 
 
 def interpolate(points: Iterable[tuple[float, float]], x: float, *, beyond: bool = False) -> float:
@@ -216,11 +250,6 @@ def read_profile(path: Path, *, borrowed: bool = False) -> Profile:
     if not isinstance(record, dict):
         raise ProfileFormatError(f"{path}: not a profile")
     return Profile.from_record(record, borrowed=borrowed)
-
-
-def profile_for(model: Any) -> Profile:
-    """The figures to use for ``model``."""
-    return default_profile()
 
 
 def default_profile() -> Profile:

@@ -30,7 +30,7 @@ from .codecs.layout import Layout
 if TYPE_CHECKING:
     from .disk import DiskBlock, DiskStore
 
-__all__ = ["DRIFT_ROWS", "DiskRows", "Pinned", "RowStore", "drift", "shapes_of"]
+__all__ = ["DRIFT_ROWS", "DiskRows", "Parts", "Pinned", "RowStore", "drift", "shapes_of"]
 
 #: Ranges of absolute positions (first, end), end excluded, whose rows stay.
 Pinned = tuple[tuple[int, int], ...]
@@ -57,6 +57,44 @@ class DiskRows:
     def __deepcopy__(self, memo: dict[int, Any]) -> DiskRows:
         # The file is written once and never changed, so copies of a cache may share it.
         return self
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The rows that attention is to see, as they lie: the dense head, sealed ones, and dense ones behind them."""
+
+    layout: Layout
+    dtype: mx.Dtype
+    keys: Encoded | None  #: sealed rows; None where there are none
+    values: Encoded | None
+    head: tuple[mx.array, mx.array] | None = None  #: keys and values (B, H, R, D)
+    tail: tuple[mx.array, mx.array] | None = None
+
+    def keys_twice(self) -> Parts:
+        """With the keys in the place of the values as well, as in latent attention."""
+        head, tail = (None if pair is None else (pair[0], pair[0]) for pair in (self.head, self.tail))
+        layout = replace(self.layout, values=self.layout.keys)
+        return replace(self, layout=layout, values=self.keys, head=head, tail=tail)
+
+    def fetch(self) -> tuple[Any, Any]:
+        """What mlx-lm's attention gets: triples of packed codes, or dense arrays (B, H, T, D)."""
+        if self.layout.packed and self.keys is not None:
+            return self.keys, self.values
+        return self.dense()
+
+    def dense(self) -> tuple[mx.array, mx.array]:
+        """All rows decoded: (B, H, T, D) each. Nothing is computed until they are used."""
+        pieces = [] if self.head is None else [self.head]
+        if self.keys is not None and self.values is not None:
+            layout = self.layout
+            pieces.append(
+                (layout.keys.decode(self.keys, self.dtype), layout.values.decode(self.values, self.dtype))
+            )
+        if self.tail is not None and (self.tail[0].shape[2] or not pieces):
+            pieces.append(self.tail)
+        if len(pieces) == 1:
+            return pieces[0]
+        return mx.concatenate([k for k, _ in pieces], 2), mx.concatenate([v for _, v in pieces], 2)
 
 
 @dataclass
@@ -126,8 +164,8 @@ class RowStore:
 
     # -- what a step does -------------------------------------------------------------------------------------------
 
-    def append(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Add rows (B, H, N, D) and return what the attention gets: packed triples, or dense arrays (B, H, T, D).
+    def append(self, keys: mx.array, values: mx.array) -> Parts:
+        """Add rows (B, H, N, D) and return what attention is to see.
 
         The rows of one step see each other as they came; whole units of the tail are sealed behind it, as in KIVI
         (arXiv:2402.02750). Packed rows are sealed at once, because mlx-lm's attention takes no dense ones beside them.
@@ -137,18 +175,18 @@ class RowStore:
             keys, values = self._fill_head(keys, values)
         if self.layout.unit == 1:
             self._seal(keys, values)
-            return self.fetch()
+            return self.parts()
         old, new = self.tail, self.tail + keys.shape[2]
         if self.tail_keys is not None and self.tail_values is not None:
             if new < self.layout.tail_capacity:
                 self.tail_keys[:, :, old:new] = keys
                 self.tail_values[:, :, old:new] = values
                 self.tail = new
-                return self.dense()
+                return self.parts()
             if old:
                 keys = mx.concatenate([self.tail_keys[:, :, :old], keys], 2)
                 values = mx.concatenate([self.tail_values[:, :, :old], values], 2)
-        seen = self._behind_sealed(keys, values)
+        seen = self._parts((keys, values))
         self._take_in(keys, values)
         return seen
 
@@ -186,9 +224,7 @@ class RowStore:
 
     def fetch(self) -> tuple[Any, Any]:
         """What the attention gets: triples of packed codes, or dense arrays (B, H, T, D)."""
-        if self.layout.packed:
-            return self.encoded()
-        return self.dense()
+        return self.parts().fetch()
 
     def encoded(self) -> tuple[Encoded, Encoded]:
         """All sealed rows as they are stored, those on disk included."""
@@ -211,29 +247,21 @@ class RowStore:
 
     def dense(self) -> tuple[mx.array, mx.array]:
         """All rows decoded: (B, H, T, D) each."""
+        return self.parts().dense()
+
+    def parts(self) -> Parts:
+        """All rows, as they lie."""
         if self.tail_keys is None or self.tail_values is None:
-            if self.head_keys is None or self.head_values is None:
-                return self._decoded()
-            return self._behind_sealed(self.head_keys[:, :, :0], self.head_values[:, :, :0])
-        return self._behind_sealed(self.tail_keys[:, :, : self.tail], self.tail_values[:, :, : self.tail])
+            return self._parts(None)
+        return self._parts((self.tail_keys[:, :, : self.tail], self.tail_values[:, :, : self.tail]))
 
-    def _behind_sealed(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """The head, the sealed rows decoded, and these behind them."""
-        pieces: list[tuple[mx.array, mx.array]] = []
+    def _parts(self, tail: tuple[mx.array, mx.array] | None) -> Parts:
+        assert self.dtype is not None, "no rows yet"
+        keys, values = self.encoded() if self.on_disk + self.sealed else (None, None)
+        head = None
         if self.head_keys is not None and self.head_values is not None:
-            pieces.append((self.head_keys, self.head_values))
-        if self.on_disk + self.sealed:
-            pieces.append(self._decoded())
-        if keys.shape[2] or not pieces:
-            pieces.append((keys, values))
-        if len(pieces) == 1:
-            return pieces[0]
-        return mx.concatenate([k for k, _ in pieces], 2), mx.concatenate([v for _, v in pieces], 2)
-
-    def _decoded(self) -> tuple[mx.array, mx.array]:
-        assert self.dtype is not None
-        keys, values = self.encoded()
-        return self.layout.keys.decode(keys, self.dtype), self.layout.values.decode(values, self.dtype)
+            head = self.head_keys, self.head_values
+        return Parts(self.layout, self.dtype, keys, values, head, tail)
 
     # -- what actions do --------------------------------------------------------------------------------------------
 

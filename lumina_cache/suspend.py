@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from .disk import DiskBlock, DiskStore
 from .layers import ManagedLayer
+from .seen import Seen
 
 __all__ = ["Suspended", "suspend"]
 
@@ -29,9 +30,8 @@ class Suspended:
 
     store: DiskStore
     block: DiskBlock
-    states: tuple[
-        tuple[weakref.ref[ManagedLayer], list[tuple[str, Any]]], ...
-    ]  #: flattened, _ARRAY for arrays
+    #: Flattened, and what was seen of the layer; _ARRAY for arrays.
+    states: tuple[tuple[weakref.ref[ManagedLayer], list[tuple[str, Any]], Seen | None], ...]
 
     def resume(self) -> None:
         """Put everything back.
@@ -40,11 +40,13 @@ class Suspended:
             DiskTierError: the file is gone, or is not what was written; the layers stay suspended.
         """
         arrays = iter(self.store.load(self.block))
-        for ref, flat in self.states:
+        for ref, flat, seen in self.states:
             filled = [(key, next(arrays) if value is _ARRAY else value) for key, value in flat]
+            seen = None if seen is None else seen.mapped(lambda _: next(arrays))
             layer = ref()
             if layer is not None:
                 layer.state = tree_unflatten(filled)
+                layer.seen = seen
 
 
 class _Array:
@@ -66,8 +68,12 @@ def suspend(layers: Sequence[Any], store: DiskStore) -> Suspended | None:
     states, arrays = [], []
     for layer in held:
         flat = tree_flatten(layer.state, is_leaf=_is_leaf)
-        states.append((weakref.ref(layer), [(k, _ARRAY if isinstance(v, mx.array) else v) for k, v in flat]))
+        seen = layer.seen
+        shell = None if seen is None else seen.mapped(lambda _: _ARRAY)
+        kept = [(k, _ARRAY if isinstance(v, mx.array) else v) for k, v in flat]
+        states.append((weakref.ref(layer), kept, shell))
         arrays += [v for _, v in flat if isinstance(v, mx.array)]
+        arrays += () if seen is None else seen.arrays
     if not arrays:
         return None
     block = store.put(arrays)

@@ -32,6 +32,7 @@ from lumina_cache.backend.capabilities import (
     ROW_CHOICE,
     ROW_GATHER,
     Rung,
+    observed,
     packed_attention,
 )
 from lumina_cache.errors import ActionSyntaxError, LuminaError
@@ -242,7 +243,7 @@ def test_what_an_action_requires_is_what_its_method_and_its_numbers_require() ->
     assert Quantize("affine", 4, 4, 32).requires == {packed_attention(4, 32)}
     assert DENSE_REENCODE in Quantize("affine", 8, 4, 32).requires
     both = parse_action("evict:snapkv@0.50+quant:affine,bits=4,group=64")
-    assert both.requires == {ROW_GATHER, ROW_CHOICE, QUERIES, packed_attention(4, 64)}
+    assert both.requires == {ROW_GATHER, ROW_CHOICE, QUERIES, observed("snapkv"), packed_attention(4, 64)}
     assert both.rung == Rung.HOOK
     assert Keep().rung == Rung.NATIVE
 

@@ -65,6 +65,7 @@ def test_zero_is_not_unknown() -> None:
 SMALLEST = {"limit", "available"}
 
 
+@settings(deadline=None)
 @given(st.lists(stances, min_size=1, max_size=5))
 def test_the_tightest_of_every_number_wins_and_unknown_never_does(ranks: list[Stance]) -> None:
     agreed = tightest(ranks)
@@ -81,6 +82,7 @@ def test_the_tightest_of_every_number_wins_and_unknown_never_does(ranks: list[St
             assert all(got >= n for n in known)
 
 
+@settings(deadline=None)
 @given(stances, stances, stances)
 def test_it_does_not_matter_who_is_asked_first_or_twice(a: Stance, b: Stance, c: Stance) -> None:
     assert tightest([a, b, c]) == tightest([c, b, a]) == tightest([tightest([a, b]), c, a])

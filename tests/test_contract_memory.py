@@ -84,16 +84,16 @@ def test_old_buffers_are_gone_after_an_action(tiny: Any, tmp_path: Path, name: s
 #: which MLX may compute keys and values, and for the CPU's way of encoding and scoring.
 TRANSIENTS = {
     "evict:sinks_window@0.90": 0.05,
-    "evict:keydiff@0.90": 0.3,
-    "evict:leverage@0.90": 0.3,
-    "evict:lagkv@0.90": 0.9,
+    "evict:keydiff@0.90": 0.7,
+    "evict:leverage@0.90": 0.5,
+    "evict:lagkv@0.90": 1.2,
     "quant:affine,bits=8,group=32": 0.05,
     "quant:affine,bits=4,group=32": 0.05,
     "quant:affine_fetch,kbits=8,vbits=4,group=32": 0.1,
     "quant:kivi,bits=4,group=32": 0.6,
     "quant:hadamard,bits=4,group=32": 0.6,
     "quant:mxfp8,bits=8,group=32": 0.9,
-    "quant:nvfp4,bits=4,group=16": 0.6,
+    "quant:nvfp4,bits=4,group=16": 1.0,
     "evict:sinks_window@0.90+quant:affine,bits=4,group=32": 0.05,
     "quant:affine,bits=8,group=32+quant:kivi,bits=4,group=32": 1.2,
     "quant:affine_fetch,bits=8,group=32+evict:keydiff@0.50": 1.2,
@@ -102,7 +102,7 @@ TRANSIENTS = {
     "offload:cold@0.50+evict:sinks_window@0.50": 1.2,
     "offload:cold@0.50+quant:affine_fetch,bits=8,group=32": 1.6,
     "0-3:evict:key_norm@0.50;4-5:quant:affine_fetch,bits=8,group=32": 0.6,
-    "reserve:3000": 1.1,
+    "reserve:3000": 0.6,
     "reclaim": 0.6,
 }
 

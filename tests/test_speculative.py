@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from harness import allocated, assert_close, feed, greedy, held_of, quiet, tokens
+from harness import allocated, assert_close, disk_in, feed, greedy, held_of, quiet, tokens
 from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from lumina_cache.cache import LuminaCache
-from lumina_cache.errors import UnsupportedCacheError
+from lumina_cache.errors import ActionInfeasibleError, UnsupportedCacheError
 from lumina_cache.lab.tiny import build
 from lumina_cache.layers import leaves
 
@@ -227,3 +228,44 @@ def test_a_stock_cache_and_ours_may_be_given_apart(tiny: Any, draft: Any) -> Non
     joint = [*quiet(model), *make_prompt_cache(draft)]
     assert speculate(model, draft, joint, 12) == want
     assert isinstance(quiet(model), LuminaCache)
+
+
+#: Whatever may be done to rows while tokens are taken back, and what may not.
+DURING = {
+    "reserve:300": True,
+    "reclaim": True,
+    "offload:cold@0.25": True,
+    "offload:layers=0-0": True,
+    "quant:affine,bits=8,group=32": True,
+    "0:quant:affine,bits=8,group=32;1:offload:cold@0.50": True,
+    "evict:sinks_window@0.50": False,
+    "evict:keydiff@0.50": False,
+    "0:evict:sinks_window@0.50": False,
+    "quant:affine_fetch,bits=8,group=32": False,
+    "quant:kivi,bits=4,group=32": False,
+    "quant:hadamard,bits=8,group=32+offload:cold@0.50": False,
+}
+
+
+@pytest.mark.parametrize("action", DURING)
+def test_an_action_during_speculation_gives_greedy_tokens_or_is_refused_before_anything_changes(
+    tiny: Any, draft: Any, tmp_path: Path, action: str
+) -> None:
+    """The reference: the same action on a cache that no draft takes part in."""
+    model, prompt = tiny("llama"), tokens(70)[0].tolist()
+    with disk_in(tmp_path) as disk:
+        cache, plain = quiet(model, draft_model=draft, disk=disk), quiet(model, disk=disk)
+        for one, entries in ((model, cache[:2]), (draft, cache[2:]), (model, plain)):
+            feed(one, entries, mx.array([prompt]), [len(prompt)])
+        before = held_of(cache)
+        if not DURING[action]:
+            with pytest.raises(ActionInfeasibleError, match="taken back"):
+                cache.apply(action)
+            assert held_of(cache) == before
+            return
+        cache.apply(action)
+        plain.apply(action)
+        assert held_of(cache[:2]) == held_of(plain)
+        want = [t for t, _ in greedy(model, [5, 6, 7], plain, 20)]
+        assert speculate(model, draft, cache, 20, [5, 6, 7]) == want
+        assert all(one.rows == one.offset for one in held_of(cache))

@@ -38,6 +38,7 @@ __all__ = [
     "Outcome",
     "Rung",
     "element_format",
+    "observed",
     "packed_attention",
 ]
 
@@ -109,6 +110,11 @@ def packed_attention(bits: int, group_size: int) -> Capability:
 def element_format(name: str) -> Capability:
     """An element format of ``mx.quantize`` other than affine: ``mxfp4``, ``mxfp8`` or ``nvfp4``."""
     return Capability(f"FORMAT_{name.upper()}", rung=Rung.CACHE)
+
+
+def observed(scorer: str) -> Capability:
+    """The statistics that one scorer ranks rows by are kept while the model runs, and nothing is missing from them."""
+    return Capability(f"OBSERVED_{scorer.upper()}", rung=Rung.HOOK)
 
 
 @dataclass(frozen=True)

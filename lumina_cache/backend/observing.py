@@ -29,7 +29,7 @@ from ..steps import StepTracker
 from .attention import attention_hook
 from .bench import FILLED, forward
 
-__all__ = ["ScorerObserver", "rotations"]
+__all__ = ["ScorerObserver", "attended", "rotations"]
 
 #: Largest difference, as a share of the largest element, between queries and the same ones turned and turned back.
 SAME = 1e-3
@@ -63,17 +63,8 @@ class ScorerObserver:
                 f"{layer.name} is a {type(layer).__name__}, whose rows change places as it runs; observe only layers of "
                 f"the kinds {', '.join(_GROWING)}"
             )
-        heads, _ = layer.shapes[0]
-        seen = Attended(
-            queries,
-            _dense(layer, keys),
-            scale,
-            mask,
-            int(layer.offset) - queries.shape[2],
-            heads // queries.shape[0],
-            sinks,
-            self._rotations.get(layer.name),
-        )
+        rotation = self._rotations.get(layer.name)
+        seen = attended(layer, queries, keys, scale, mask, sinks, rotation)
         stats = self._stats[layer] = self.scorer.update(self._stats.get(layer), seen)
         return stats.arrays
 
@@ -116,6 +107,29 @@ class ScorerObserver:
                 f"{layer.name} holds {rows} rows, and the statistics stand for {stats.held}: gather both alike"
             )
         return self.scorer.scores(stats, keys, values, positions, self._rotations.get(layer.name))
+
+
+def attended(
+    layer: Any,
+    queries: mx.array,
+    keys: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None,
+    rotation: Rotation | None,
+) -> Attended:
+    """One call, as an observer is shown it, for the scorers; ``layer`` holds the new rows already."""
+    (heads, _), _ = layer.shapes
+    return Attended(
+        queries,
+        _dense(layer, keys),
+        scale,
+        mask,
+        int(layer.offset) - queries.shape[2],
+        heads // queries.shape[0],
+        sinks,
+        rotation,
+    )
 
 
 def _dense(layer: Any, rows: Any) -> mx.array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from . import affine, affine_fetch, formats, hadamard, kivi, kivi_hadamard
+from . import affine, affine_fetch, formats, hadamard, kivi, kivi_hadamard, own_packed
 from .affine import Affine, AffineFetch
 from .base import Codec, CodecFamily, Sides
 from .dense import Dense
@@ -34,6 +34,7 @@ FAMILIES: tuple[CodecFamily, ...] = (
     hadamard.FAMILY,
     kivi.FAMILY,
     kivi_hadamard.FAMILY,
+    *own_packed.FAMILIES,
     *formats.FAMILIES,
 )
 

@@ -29,8 +29,9 @@ class Store:
         EvaluationError: the file holds something else, or figures made under another header; names the difference.
     """
 
-    def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | None, header: Mapping[str, Any], kind: str = KIND) -> None:
         self.path = path
+        self.kind = kind
         self.header = json.loads(json.dumps(header))
         self._records: dict[tuple[str, int, str | None], dict[str, Any]] = {}
         self._file: Any = None
@@ -49,6 +50,11 @@ class Store:
     def resumed(self) -> int:
         """Records that were there before."""
         return len(self._records)
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """All of them, in the order in which they were measured."""
+        return list(self._records.values())
 
     def get(self, context: int, document: str, action: str | None) -> dict[str, Any] | None:
         """The record of a subject on a document; of the document itself for None."""
@@ -81,7 +87,7 @@ class Store:
     def _finished(self, path: Path) -> list[dict[str, Any]]:
         if not path.exists():
             return []
-        result = read_result(path)
+        result = read_result(path, self.kind)
         self._check(path, result["header"])
         return list(result["records"])
 
@@ -106,7 +112,7 @@ class Store:
         """The partial file written anew with what is known, open for more."""
         temporary = self.partial.with_name(self.partial.name + ".new")
         with temporary.open("w", encoding="utf-8") as file:
-            file.write(_line({"kind": KIND, "schema": SCHEMA, "header": self.header}))
+            file.write(_line({"kind": self.kind, "schema": SCHEMA, "header": self.header}))
             file.writelines(map(_line, self._records.values()))
         os.replace(temporary, self.partial)
         return self.partial.open("a", encoding="utf-8")
@@ -128,8 +134,8 @@ def _parsed(line: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def read_result(path: Path) -> dict[str, Any]:
-    """A finished result.
+def read_result(path: Path, kind: str = KIND) -> dict[str, Any]:
+    """A finished result of this ``kind``.
 
     Raises:
         EvaluationError: it cannot be read or is something else.
@@ -138,6 +144,6 @@ def read_result(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise EvaluationError(f"cannot read the result {path}: {error}") from None
-    if not isinstance(found, dict) or found.get("kind") != KIND or found.get("schema") != SCHEMA:
-        raise EvaluationError(f"{path} is not a result of {KIND!r}, schema {SCHEMA}")
+    if not isinstance(found, dict) or found.get("kind") != kind or found.get("schema") != SCHEMA:
+        raise EvaluationError(f"{path} is not a result of {kind!r}, schema {SCHEMA}")
     return found

@@ -19,7 +19,7 @@ from .results import KIND, SCHEMA, Store
 from .subjects import Refused, Subject
 from .table import gates, rows
 
-__all__ = ["Progress", "evaluate"]
+__all__ = ["Progress", "evaluate", "measured"]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _measure_all(
         for subject in subjects:
             on_progress(Progress(done, total, f"{document.name}  {subject.text}"))
             if subject in due and bench is not None:
-                store.add({**_measured(bench, subject), "code": code})
+                store.add({**measured(bench, subject), "code": code})
             done += _subject_work(plan, document)
     on_progress(Progress(done, total, "done"))
 
@@ -117,7 +117,8 @@ def _known(record: dict[str, Any] | None, code: str) -> bool:
     return record is not None and (record["state"] == "real" or record["code"] == code)
 
 
-def _measured(bench: Bench, subject: Subject) -> dict[str, Any]:
+def measured(bench: Bench, subject: Subject) -> dict[str, Any]:
+    """The record of a subject on a document, one of a refusal or of a fault instead of raising."""
     base = {
         "kind": "subject",
         "document": bench.document.name,

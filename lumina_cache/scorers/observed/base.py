@@ -73,6 +73,10 @@ class Statistics:
     def nbytes(self) -> int:
         return sum(a.nbytes for a in self.arrays)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Statistics:
+        # Nothing is written into its arrays, so copies of a cache may share them.
+        return self
+
     def to_state(self) -> tuple[dict[str, mx.array], dict[str, Any]]:
         """Arrays by name and plain values, to be saved beside the rows; :meth:`from_state` reads them."""
         arrays = {f"rows.{name}": a for name, a in self.rows.items()}
@@ -147,6 +151,15 @@ class ObservedScorer(ABC):
         held = stats.held - n
         rows = {name: a[:, :, :held] for name, a in stats.rows.items()}
         return replace(stats, held=held, end=stats.end - n, since=min(stats.since, stats.end - n), rows=rows)
+
+    def missing(self, stats: Statistics) -> str | None:
+        """What was not seen that the ranking would have to be guessed without; None if nothing is missing.
+
+        Unless a scorer says otherwise, all queries from position 0 on count.
+        """
+        if stats.since == 0:
+            return None
+        return f"the queries before position {stats.since} were not seen"
 
     @abstractmethod
     def _seen(

@@ -23,7 +23,7 @@ import mlx.core as mx
 
 from ...backend.capabilities import KEYS, QUERIES, VALUES
 from ...errors import ObservationError
-from ...method import Method, evict_method
+from ...method import Method, observed_method
 from .base import Attended, ObservedScorer, Rotation, Statistics
 from .weights import BLOCK_BYTES
 
@@ -43,7 +43,7 @@ class ExpectedAttention(ObservedScorer):
     value_norm: bool = True
     epsilon: float = 0.0
 
-    method: ClassVar[Method] = evict_method(
+    method: ClassVar[Method] = observed_method(
         "expected_attention",
         "Expected Attention, arXiv:2510.00636",
         "E over future q of softmax weight × ‖v‖",
@@ -80,6 +80,11 @@ class ExpectedAttention(ObservedScorer):
         if self.covariance:
             heads["products"] = had.get("products", 0.0) + queries.swapaxes(-1, -2) @ queries
         return {}, heads
+
+    def missing(self, stats: Statistics) -> str | None:
+        if "count" not in stats.heads:
+            return f"no query at position {self.skipped} or later was seen"
+        return super().missing(stats)
 
     def scores(
         self,

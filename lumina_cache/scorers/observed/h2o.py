@@ -22,7 +22,7 @@ from typing import ClassVar
 import mlx.core as mx
 
 from ...backend.capabilities import ATTENTION_WEIGHTS
-from ...method import Method, evict_method
+from ...method import Method, observed_method
 from .base import Attended, ObservedScorer, Rotation, Statistics, fold, grown
 from .weights import attended_sums
 
@@ -40,7 +40,7 @@ class H2O(ObservedScorer):
     stride: int = 1
     apart: int = 0
 
-    method: ClassVar[Method] = evict_method(
+    method: ClassVar[Method] = observed_method(
         "h2o", "H2O, arXiv:2306.14048", "accumulated attention weights", ATTENTION_WEIGHTS
     )
     reads_keys: ClassVar[bool] = False
@@ -86,7 +86,7 @@ class H2O(ObservedScorer):
 class H2OMean(H2O):
     """The more attention drawn from each query that sees the row the better; rows that none saw yet come last."""
 
-    method: ClassVar[Method] = evict_method(
+    method: ClassVar[Method] = observed_method(
         "h2o_mean",
         "H2O, arXiv:2306.14048; kvpress ObservedAttentionPress",
         "accumulated attention weights / queries that saw the row",

@@ -43,6 +43,14 @@ class RecentQueries(ObservedScorer):
         heads = {"queries": mx.contiguous(joined)}
         return {}, heads if seen.sinks is None else heads | {"sinks": seen.sinks}
 
+    def missing(self, stats: Statistics) -> str | None:
+        queries = stats.heads.get("queries")
+        if queries is None or queries.shape[2] == 0:
+            return "none of the newest queries is left"
+        if stats.since == 0 or stats.end - stats.since >= self.queries:
+            return None
+        return f"only {stats.end - stats.since} of the newest {self.queries} queries were seen"
+
     def trim(self, stats: Statistics, n: int) -> Statistics:
         left = super().trim(stats, n)
         if "queries" not in left.heads:

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 import mlx.core as mx
 
 from ...backend.capabilities import QUERIES
-from ...method import Method, evict_method
+from ...method import Method, observed_method
 from .recent import RecentQueries
 
 __all__ = ["SnapKV"]
@@ -32,7 +32,7 @@ class SnapKV(RecentQueries):
     kernel: int = 5
     pool: Literal["mean", "max"] = "mean"
 
-    method: ClassVar[Method] = evict_method(
+    method: ClassVar[Method] = observed_method(
         "snapkv", "SnapKV, arXiv:2404.14469", "pooled weights of the last w queries", QUERIES
     )
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 import mlx.core as mx
 
 from ...backend.capabilities import QUERIES
-from ...method import Method, evict_method
+from ...method import Method, observed_method
 from .recent import RecentQueries
 
 __all__ = ["TOVA"]
@@ -24,7 +24,7 @@ __all__ = ["TOVA"]
 class TOVA(RecentQueries):
     """The more of the newest query's attention the better."""
 
-    method: ClassVar[Method] = evict_method(
+    method: ClassVar[Method] = observed_method(
         "tova", "TOVA, arXiv:2401.06104", "weights of the newest query", QUERIES
     )
 

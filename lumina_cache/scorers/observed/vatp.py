@@ -15,7 +15,7 @@ from typing import ClassVar
 import mlx.core as mx
 
 from ...backend.capabilities import ATTENTION_WEIGHTS, VALUES
-from ...method import Method, evict_method
+from ...method import Method, observed_method
 from .base import Rotation, Statistics
 from .h2o import H2O
 
@@ -26,7 +26,7 @@ __all__ = ["VATP"]
 class VATP(H2O):
     """The more value moved by the attention collected the better."""
 
-    method: ClassVar[Method] = evict_method(
+    method: ClassVar[Method] = observed_method(
         "vatp", "VATP, arXiv:2406.12335", "accumulated attention weights · ‖v‖₁", ATTENTION_WEIGHTS, VALUES
     )
 

@@ -1,0 +1,113 @@
+"""How long decode steps take with each codec, beside those of the dense cache, and what actions cost by themselves.
+
+Steps of the two caches take turns in one process, so that both see the same noise; a figure is the median of the paired
+ratios, with quartiles. Rows are those of a text, but any would do.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ...actions import Action, Offload
+from ...cache import LuminaCache
+from ...disk import DiskStore
+from ...errors import ActionInfeasibleError, LuminaError
+from ..answer import detached_copy
+from ..compare import interleaved_rates
+from ..evaluate.measure import read_prompt
+from .settings import Settings
+
+__all__ = ["TIMES", "Clock", "timings"]
+
+#: Stands where records of documents have the document's name.
+TIMES = "times"
+
+#: Rows at which actions' own work is measured, and a dense step's seconds: the nearest that is timed.
+OWN_WORK_ROWS = 1024
+
+
+class Clock:
+    """One filled cache that grows from one number of rows to the next, and copies of it that are timed."""
+
+    def __init__(self, model: Any, tokens: Sequence[int], settings: Settings) -> None:
+        self.model = model
+        self.tokens = tokens
+        self.settings = settings
+        self.disk = DiskStore(None, max_bytes=None, total_max_bytes=None)
+        self.full = LuminaCache(model, telemetry=False, disk=self.disk, guard=False)
+        self._filled = 0
+
+    def close(self) -> None:
+        self.full.close()
+        self.disk.close()
+
+    def fill(self, rows: int) -> None:
+        more = [self.tokens[i % len(self.tokens)] for i in range(self._filled, rows)]
+        read_prompt(self.model, self.full, tuple(more), self.settings.plan.chunk)
+        self._filled = rows
+
+    def step(self, action: Action) -> dict[str, Any]:
+        """Record of decode steps after ``action``, beside the dense cache. Refusals have a reason and no figure."""
+        base = {"kind": "step", "document": TIMES, "context": self._filled, "action": str(action)}
+        dense, other = detached_copy(self.full), detached_copy(self.full)
+        live = other.observe().nbytes_live
+        try:
+            applied = other.apply(action)
+        except ActionInfeasibleError as error:
+            return {
+                **base,
+                "state": "backend_infeasible",
+                "reasons": [{"code": "refused", "text": str(error)}],
+            }
+        except LuminaError as error:
+            return {**base, "state": "failed", "error": f"{type(error).__name__}: {error}"}
+        # The first step of each side allocates and is not counted.
+        tokens = [self.tokens[i % len(self.tokens)] for i in range(self.settings.timed_steps + 1)]
+        for cache in (dense, other):
+            read_prompt(self.model, cache, (tokens[0],), 1)
+        rates = interleaved_rates(self.model, dense, other, tokens[1:], chunk=1)
+        return {
+            **base,
+            "state": "real",
+            "ratio": rates.ratio,
+            "low": rates.ratio_low,
+            "high": rates.ratio_high,
+            "steps": rates.rounds,
+            "dense_seconds": 1.0 / rates.full,
+            "dense_live": live,
+            "take_seconds": None if applied is None else applied.seconds,
+        }
+
+
+def timings(
+    clock: Clock, actions: Sequence[Action], layers: int, known: Callable[[int, str], bool]
+) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Records of every action at every number of rows, as they are measured; None before each, for whoever waits.
+
+    Args:
+        layers: entries of the model's cache, all of which are moved to disk once.
+        known: whether (rows, action) need not be measured again.
+    """
+    rows = sorted(clock.settings.timed_rows)
+    own = min(rows, key=lambda n: abs(n - OWN_WORK_ROWS))
+    for n in rows:
+        wanted = [*actions, *([Offload("layers", layers=(0, layers - 1))] if n == own else [])]
+        due = [action for action in wanted if not known(n, str(action))]
+        if not due:
+            continue
+        yield f"{n} rows", None
+        clock.fill(n)
+        for action in due:
+            what = f"{n} rows  {action}"
+            yield what, None
+            yield what, clock.step(action)
+
+
+def median_and_quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, lower and upper quartile; one value is all three."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    lower, middle, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return middle, lower, upper
