@@ -726,6 +726,7 @@ class Controller:
             layers,
             rows_must_stay=self.speculative,
             pinned=_held_within(self.protect, layers, action),
+            protect=self.protect,
         )
         why = why_not_protected(self._objects(steps), action, self.protect) if verdict.feasible else None
         return verdict if why is None else Verdict(action, (Reason("protected_rows", why),))

@@ -52,11 +52,13 @@ __all__ = [
     "parts_carried_out",
     "peak_of_action",
     "row_nbytes",
+    "rows_left",
     "rows_to_disk",
     "scoring_nbytes",
     "split_kept",
     "tokens_without_growth",
     "transient_of_action",
+    "uneven",
     "whole_blocks",
 ]
 
@@ -401,6 +403,22 @@ def kept_of(held: Held, kept: int, sinks: int, pinned: Pinned) -> tuple[int, int
     block, head = held.layout.block, held.head
     guarded = guarded_rows(sinks, pinned, held.offset - held.tail, block, head)
     return split_kept(max(0, kept - head), held.rows - head, held.tail, block, guarded)
+
+
+def uneven(layers: Iterable[Held]) -> tuple[Held, ...]:
+    """The layers, if one eviction may leave them with different numbers of rows; none if it cannot.
+
+    Rows that are encoded several together go in whole blocks, and those of other layers one by one.
+    """
+    changeable = [one for one in layers if one.changeable]
+    if len({(one.layout.block, one.rows, one.head, one.tail) for one in changeable}) < 2:
+        return ()
+    return tuple(changeable) if any(one.layout.block > 1 for one in changeable) else ()
+
+
+def rows_left(layers: Iterable[Held], action: Evict, pinned: Pinned = ()) -> set[int]:
+    """The numbers of rows that an eviction leaves layers with."""
+    return {after_action([one], action, pinned)[0].rows for one in layers}
 
 
 def _reencoded(held: Held, layout: Layout) -> Held:

@@ -24,7 +24,9 @@ from ..estimate import (
     nbytes_allocated,
     nbytes_live,
     parts_carried_out,
+    rows_left,
     scoring_nbytes,
+    uneven,
 )
 from ..evolve import evolve
 from ..profile import CodecFigure, EvictionFigure, Profile
@@ -177,11 +179,22 @@ def candidates_for(state: State, profile: Profile) -> tuple[Action, ...]:
     for codec in (None, *codecs):
         if codec is not None and codec.layout is None:
             continue
-        rows = rows_that_fit(state, limit, codec)
+        rows = _even(state, rows_that_fit(state, limit, codec))
         if 0 < rows < held:
             evictions = [_evict(figure, rows) for figure in usable]
             found += evictions if codec is None else [Composite((e, codec)) for e in evictions]
     return tuple(found)
+
+
+def _even(state: State, rows: int) -> int:
+    """As many rows or a few less, so that an eviction leaves every layer with the same number, if there is one."""
+    layers = uneven(state.layers)
+    for _ in range(4):
+        left = rows_left(layers, Evict("sinks_window", rows=max(1, rows)), state.protect)
+        if len(left) < 2 or min(left) >= rows:
+            break
+        rows = min(left)
+    return rows
 
 
 def _evict(figure: EvictionFigure, rows: int) -> Evict:
@@ -217,7 +230,12 @@ def plans_for(
             others.append(one)
     if len(units) < 2:
         return ()
-    figures = [figure for codec in feasible if (figure := profile.codec(codec)) is not None]
+    # Codecs that encode rows several together would leave layers that later evictions cannot cut to equal rows.
+    figures = [
+        figure
+        for codec in feasible
+        if (figure := profile.codec(codec)) is not None and layout_of(codec).block == 1
+    ]
     eviction = None if scorer is None else profile.evictor(scorer)
     each = [one for unit in units.values() for one in unit]
     offset, held = max(one.offset for one in each), max(one.rows for one in each)
@@ -232,7 +250,7 @@ def plans_for(
     )
     found = []
     for share in PLAN_SHARES:
-        rows = round(share * offset)
+        rows = _even(state, round(share * offset))
         if share < 1.0 and (eviction is None or not 0 < rows < held):
             continue
         planned = planner.plan(None if share == 1.0 or eviction is None else _evict(eviction, rows))
@@ -404,6 +422,7 @@ def weigh(
         available=state.available,
         rows_must_stay=state.rows_must_stay,
         pinned=held_within(state.protect, state.layers),
+        protect=state.protect,
     )
     plans = {id(one.plan): one for one in planned}
     same = Inputs(
