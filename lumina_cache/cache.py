@@ -426,7 +426,7 @@ class LuminaCache(list[Any]):
         assert decider is not None
         decider.fit(probe.group_size)
         pinned = sum(end - first for first, end in self._control.protect)
-        smallest = smallest_budget(probe, [one.action for one in decider.profile.codecs], pinned)
+        smallest = smallest_budget(probe, pinned)
         decider.keeper = replace(decider.keeper, floor=smallest)
         if nbytes < smallest:
             raise BudgetError(

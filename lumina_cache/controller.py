@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ._version import __version__
 from .actions import DEFAULT_SINKS, Action, Evict, Keep, Quantize, evicts, singles
-from .apply import Applied, Footprint, execute, held_all, why_not_protected
+from .apply import Applied, Footprint, execute, first_guarded, held_all, why_not_protected
 from .audit import AuditLog
 from .backend.capabilities import DISK_TIER, ROW_GATHER, BackendProfile, Outcome, packed_attention
 from .backend.feasibility import Reason, Verdict, classify
@@ -39,7 +39,7 @@ from .estimate import (
     tokens_without_growth,
 )
 from .fingerprint import remembered_fingerprint
-from .guarding import Guard, first_raised
+from .guarding import Guard
 from .layers import KVCache, ManagedLayer, RotatingKVCache
 from .policy import DEFAULT_HORIZON, Limit, Policy, State
 from .profile import Profile
@@ -657,11 +657,11 @@ class Controller:
         Raises:
             ActionInfeasibleError: nothing was changed.
         """
-        found = first_raised(self._objects(steps), action, guard)
+        found = first_guarded(self._objects(steps), action, guard)
         if found is None:
             return
         name, part, needed = found
-        instead = "stay as they are" if needed is None else f"need {needed}"
+        instead = "stay as they are" if needed == Keep() else f"need {needed}"
         text = (
             f"{part} would spoil the rows of {name} (predicted noise above {guard.limit} of their variance along the "
             f"tokens), which {instead}"
@@ -934,15 +934,13 @@ def _shapes(layers: tuple[Held, ...]) -> list[dict[str, int | str]]:
     ]
 
 
-def smallest_budget(probe: ModelProbe, codecs: Iterable[Quantize] = (), pinned: int = 0) -> int:
+def smallest_budget(probe: ModelProbe, pinned: int = 0) -> int:
     """Fewest bytes that this model's cache can be held in from the first token on, for any number of tokens.
 
     Two needs: the first token, for which mlx-lm allocates a whole growth step of dense rows; and the steady state,
-    :data:`FEWEST_ROWS` rows per layer in the smallest feasible codec, with sliding windows and attention chunks full and
-    recurrent state counted. ``pinned`` rows that must stay come on top of those.
-
-    Args:
-        codecs: those that whoever decides would choose among.
+    :data:`FEWEST_ROWS` dense rows per layer, with sliding windows and attention chunks full and recurrent state counted.
+    ``pinned`` rows that must stay come on top of those. Codecs could hold less, but whether a model's rows bear one is
+    known only when they are there.
 
     Raises:
         BudgetError: if some layer grows without bound and cannot be kept from it on this backend.
@@ -961,8 +959,7 @@ def smallest_budget(probe: ModelProbe, codecs: Iterable[Quantize] = (), pinned: 
             )
     first = nbytes_allocated(after_append((emptied(one) for one in probe.layers), 1))
     steady = [_at_least(one, FEWEST_ROWS + pinned) for one in probe.layers]
-    feasible = [v.action for v in classify([Keep(), *codecs], profile, steady) if v.feasible]
-    return max(first, min(nbytes_allocated(after_append(after_action(steady, plan), 1)) for plan in feasible))
+    return max(first, nbytes_allocated(after_append(steady, 1)))
 
 
 #: Kinds of layers that hold one row per token for as long as the generation lasts.
