@@ -18,7 +18,9 @@ from lumina_cache.audit import AuditLog
 from lumina_cache.cache import LuminaCache
 from lumina_cache.errors import ActionInfeasibleError
 from lumina_cache.estimate import peak_of_action, row_nbytes
+from lumina_cache.lab.answer import arrays_of
 from lumina_cache.lab.tiny import SPECS, build
+from lumina_cache.layers import leaves
 
 ROWS = 1100
 
