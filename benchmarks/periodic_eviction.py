@@ -2,10 +2,10 @@
 
     python benchmarks/periodic_eviction.py [--model tiny|smollm2] [--rows 512] [--rounds 15] [--json FILE]
 
-Two caches hold the same number of rows and take turns in one process: one under ``evict:…@rows=N,slack=1``, which
-evicts before every token, and one without a plan, whose newest row is taken back after each step. The ratio of a pair of
-steps is what an eviction and the growth behind it cost, in steps. With slack s that is paid once in s tokens, so a token
-takes 1 + (ratio − 1)/s steps: median and quartiles over the pairs. For the tiny model whole cycles are timed as well.
+Two caches hold the same number of rows and take turns in one process: one under ``evict:…@rows=N`` and one without a
+plan. A pair of steps with an eviction before one of them gives e, what such a step takes relative to one without; a pair
+between two evictions gives b. With slack s, e is paid once and b for the rest: a token takes (e + (s − 1)·b)/s steps.
+Median and quartiles over the pairs.
 """
 
 from __future__ import annotations
@@ -67,21 +67,24 @@ def pairs(model: Any, scorer: str, rows: int, rounds: int) -> Iterator[tuple[flo
         yield (first, second) if i % 2 else (second, first)
 
 
-def cycles(model: Any, scorer: str, rows: int, slack: int, rounds: int) -> Iterator[float]:
-    """Time of a whole cycle of ``slack`` tokens, relative to as many tokens over the same numbers of rows."""
-    evicting = filled(model, rows, f"evict:{scorer}@rows={rows},slack={slack}")
+def between(model: Any, scorer: str, rows: int, rounds: int) -> Iterator[tuple[float, float]]:
+    """Seconds of a step between two evictions and of one in a cache without a plan, over the same number of rows."""
+    evicted = filled(model, rows, f"evict:{scorer}@rows={rows},slack={10 * rounds}")
     plain = filled(model, rows - 1, None)
-    timed(model, evicting, slack), timed(model, plain, slack)
+    timed(model, evicted, 2), timed(model, plain, 2)
     for i in range(rounds):
-        take_back(plain, rows)
-        both = (evicting, plain)
-        first, second = (timed(model, cache, slack) for cache in (both if i % 2 else both[::-1]))
-        yield first / second if i % 2 else second / first
+        both = (evicted, plain)
+        first, second = (timed(model, cache) for cache in (both if i % 2 else both[::-1]))
+        yield (first, second) if i % 2 else (second, first)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return {"low": low, "median": median, "high": high}
+
+
+def _text(values: dict[str, float]) -> str:
+    return f"{values['median']:.3f} [{values['low']:.3f}, {values['high']:.3f}]"
 
 
 def main() -> None:
@@ -94,26 +97,23 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     model = build("llama") if given.model == "tiny" else load_smollm2(mx.float32)[0]
-    print(
-        f"{given.model}, {given.rows} rows, {given.rounds} pairs; {mx.default_device()}, {platform.machine()}"
-    )
-    print(f"BLAS {BLAS}")
+    where = f"{mx.default_device()}, {platform.machine()}, BLAS {BLAS}"
+    print(f"{given.model}, {given.rows} rows, {given.rounds} pairs; {where}")
     found: dict[str, Any] = {"model": given.model, "rows": given.rows, "rounds": given.rounds}
     for scorer in SCORERS:
         times = list(pairs(model, scorer, given.rows, given.rounds))
-        ratios = [a / b for a, b in times]
+        evicting = [a / b for a, b in times]
+        others = [a / b for a, b in between(model, scorer, given.rows, given.rounds)]
         step = statistics.median(b for _, b in times)
-        print(f"{scorer}: a step takes {step * 1e3:.2f} ms")
-        found[scorer] = {"step_ms": step * 1e3}
+        print(
+            f"{scorer}: a step takes {step * 1e3:.2f} ms; with an eviction {_text(spread(evicting))} times as long, "
+        )
+        print(f"  between two {_text(spread(others))}")
+        found[scorer] = {"step_ms": step * 1e3, "evicting": spread(evicting), "between": spread(others)}
         for slack in SLACKS:
-            per_token = spread([1 + (r - 1) / slack for r in ratios])
-            line = f"  slack {slack:>3}: {per_token['median']:.3f} [{per_token['low']:.3f}, {per_token['high']:.3f}]"
-            found[scorer][slack] = {"per_token": per_token}
-            if given.model == "tiny":
-                whole = spread(list(cycles(model, scorer, given.rows, slack, given.rounds)))
-                line += f"   whole cycles: {whole['median']:.3f} [{whole['low']:.3f}, {whole['high']:.3f}]"
-                found[scorer][slack]["cycle"] = whole
-            print(line, flush=True)
+            per_token = [(e + (slack - 1) * b) / slack for e, b in zip(evicting, others, strict=True)]
+            found[scorer][slack] = spread(per_token)
+            print(f"  slack {slack:>3}: {_text(found[scorer][slack])}", flush=True)
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -26,6 +26,7 @@ import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from .backend.capabilities import DENSE_REENCODE, RAGGED_LAYERS, Capability, Rung, packed_attention
 from .codecs import CODECS, Layout
@@ -259,7 +260,7 @@ class Quantize(Action):
         dense = "".join(f",{n}={v}" for n in ("residual", "sinks") if (v := getattr(self, n)) is not None)
         return f"quant:{self.codec},{bits},group={self.group_size}{dense}"
 
-    @property
+    @cached_property
     def layout(self) -> Layout | None:
         """How rows are stored afterwards; None for a codec that this version of the library has no code for."""
         family = CODECS.get(self.codec)

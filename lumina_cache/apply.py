@@ -29,6 +29,7 @@ __all__ = [
     "Applied",
     "Footprint",
     "execute",
+    "first_guarded",
     "held",
     "held_all",
     "not_built",
@@ -65,6 +66,8 @@ class Applied:
     rows_before: int
     rows_after: int
     seconds: float  #: of the action itself; what the model still owed the arrays before it is not in it
+    #: Most bytes allocated on the way, the layers' and the action's own; None where MLX's highest mark hides it.
+    observed_peak: int | None = None
     #: Layers that the outlier guard did something else to, by name: the action as done, or ``keep``.
     guarded: Mapping[str, str] = field(default_factory=dict)
 
@@ -152,7 +155,7 @@ def execute(
     if why is not None:
         raise ActionInfeasibleError(f"{why}; keep more rows, or protect fewer")
     _check_hooked(targets, action)
-    before = Footprint.of(layers)
+    before, mark = Footprint.of(layers), mx.get_peak_memory()
     rows_before = max((one.rows for one in asked if one.kind == "kv"), default=0)
     done: dict[int, list[Action]] = {}
     changes: dict[str, str] = {}
@@ -165,6 +168,7 @@ def execute(
     predicted = tuple(
         _after(one, done.get(id(layer), []), pinned) for one, layer in zip(asked, layers, strict=True)
     )
+    peak = mx.get_peak_memory()
     mx.clear_cache()
     observed = held_all(layers)
     after = Footprint.of(layers)
@@ -179,6 +183,7 @@ def execute(
         rows_before=rows_before,
         rows_after=max((one.rows for one in observed if one.kind == "kv"), default=0),
         seconds=time.perf_counter() - start,
+        observed_peak=before.nbytes_allocated + peak - before.mlx_active if peak > mark else None,
         guarded=changes,
     )
 
@@ -189,6 +194,18 @@ def _effective(layer: RowLayer, part: Action, guard: Guard | None) -> Action:
         return part
     assert isinstance(layer, KVCache | RotatingKVCache | ChunkedKVCache)
     return guarded(layer, part, guard) or Keep()
+
+
+def first_guarded(layers: Iterable[Any], action: Action, guard: Guard) -> tuple[str, Quantize, Action] | None:
+    """The first layer, by name, to which the guard would do something else than ``action`` says: the part, and what.
+
+    Looked at before anything is done, so on rows that an eviction of the same action may yet drop.
+    """
+    targets = [layer for layer in layers if isinstance(layer, RowLayer) and layer.rows > 0]
+    for layer, part in _in_order(targets, action):
+        if isinstance(part, Quantize) and (effective := _effective(layer, part, guard)) != part:
+            return layer.name, part, effective
+    return None
 
 
 def _after(one: Held, parts: Iterable[Action], pinned: Pinned) -> Held:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from .errors import BudgetError
 
-__all__ = ["format_bytes", "parse_bytes"]
+if TYPE_CHECKING:
+    from .telemetry import Snapshot
+
+__all__ = ["budget_nbytes", "format_bytes", "parse_bytes"]
 
 _UNITS = {
     "": 1,
@@ -43,6 +48,43 @@ def parse_bytes(amount: int | str) -> int:
     if found <= 0:
         raise BudgetError(f"a budget of {amount!r} is not more than nothing; leave it out to hold everything")
     return found
+
+
+_SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*$")
+
+#: Share of the memory that is left which ``"auto"`` takes.
+AUTO_SHARE = 0.5
+
+
+def budget_nbytes(budget: int | str, read_machine: Callable[[], Snapshot | None]) -> int:
+    """Bytes in ``budget``: an amount as :func:`parse_bytes` reads it, a share of the working set, or ``"auto"``.
+
+    ``"40%"`` is that share of what MLX may use on this machine: the GPU's recommended working set, elsewhere the memory
+    that this process is limited to or that there is. ``"auto"`` is half of what of it is still free.
+
+    Raises:
+        BudgetError: naming what cannot be read, or what the telemetry does not know.
+    """
+    share = _SHARE.match(budget) if isinstance(budget, str) else None
+    auto = isinstance(budget, str) and budget.strip().lower() == "auto"
+    if share is None and not auto:
+        return parse_bytes(budget)
+    machine = read_machine()
+    if machine is None:
+        raise BudgetError(f"a budget of {budget!r} needs telemetry, which is off; give a number of bytes")
+    whole = machine.gpu_working_set_bytes or machine.memory_limit_bytes or machine.memory_total_bytes
+    if whole is None:
+        why = machine.unknown.get("memory_total_bytes", "no reason given")
+        raise BudgetError(f"a budget of {budget!r}: how much memory there is, is unknown ({why}); give bytes")
+    if share is not None:
+        percent = float(share[1])
+        if not 0 < percent <= 100:
+            raise BudgetError(f"a budget of {budget!r} is not between 0% and 100%")
+        return int(whole * percent / 100)
+    free = whole - (machine.mlx_active_bytes or 0)
+    if machine.memory_available_bytes is not None:
+        free = min(free, machine.memory_available_bytes)
+    return max(1, int(AUTO_SHARE * free))
 
 
 def format_bytes(n: int) -> str:

@@ -17,7 +17,7 @@ from .apply import Applied, Footprint, held_all, opaque_nbytes
 from .audit import AuditLog
 from .backend.capabilities import Rung
 from .backend.interface import check_interface
-from .budget import format_bytes, parse_bytes
+from .budget import budget_nbytes, format_bytes
 from .codecs.guard import LIMIT
 from .controller import Controller, smallest_budget
 from .disk import DiskStore, Lease
@@ -25,7 +25,7 @@ from .errors import BudgetError, UnsupportedCacheError
 from .estimate import after_append, emptied, merge_equal, nbytes_allocated
 from .export import to_mlx
 from .layers import ManagedLayer, adopt, leaves, managed
-from .policy import LeastLoss, Policy
+from .policy import POLICIES, Policy
 from .reach import Reach
 from .rows import Pinned
 from .steps import StepTracker
@@ -85,8 +85,11 @@ class LuminaCache(list[Any]):
 
     Args:
         model: the mlx-lm model that the cache will be used with.
-        budget: bytes, or text such as ``"2GB"``, that the cache should stay under. None: watch, change nothing.
-        policy: who chooses among feasible actions; ``"off"`` for nobody. Default: :class:`~lumina_cache.policy.LeastLoss`.
+        budget: bytes that the cache stays under: a number, text such as ``"2GB"``, a share of what MLX may use on this
+            machine such as ``"40%"``, or ``"auto"`` for half of what is free of it. None: watch, and act only when the
+            machine is about to be in trouble (rows are re-encoded then, and none is dropped).
+        policy: who chooses among feasible actions: a name of :data:`~lumina_cache.policy.POLICIES` (default
+            ``"adaptive"``), ``"fixed"`` (with ``plan``), ``"off"`` for nobody, or an object of your own.
         telemetry: an object with a ``latest`` snapshot (a telemetry ``Sampler``), True for a sampler of the cache's own,
             whose changes are written to the log, False for none. Default: read at the start and at decisions.
         log: path of the audit log, True for a new file in the user's state directory, None to keep the last 1,000
@@ -140,7 +143,9 @@ class LuminaCache(list[Any]):
         super().__init__()
         standing = parse_action(plan) if isinstance(plan, str) else plan
         _check_standing(standing, budget, draft_model)
-        nbytes = None if budget is None else parse_bytes(budget)
+        audit = AuditLog(log)
+        read_machine = _reader(telemetry, audit)
+        nbytes = None if budget is None else budget_nbytes(budget, read_machine)
         models = [model] if draft_model is None else [model, draft_model]
         made = [stock.make_prompt_cache(m) for m in models]
         if draft_model is not None and len(made[0]) != len(model.layers):
@@ -149,12 +154,12 @@ class LuminaCache(list[Any]):
                 f"this model makes {len(made[0])}: mlx-lm cannot draft for it with a cache from outside. "
                 "Leave draft_model out"
             )
-        audit = AuditLog(log)
         self._control = Controller(
             models,
             budget=nbytes,
-            policy=_policy(policy, nbytes),
-            read_machine=_reader(telemetry, audit),
+            policy=policy_of(policy, standing),
+            read_machine=read_machine,
+            watch=telemetry is not None and telemetry is not False,
             log=audit,
             horizon=horizon,
             plan=standing,
@@ -170,7 +175,7 @@ class LuminaCache(list[Any]):
             self.extend(adopt(entry, steps, f"{prefix} {i}") for i, entry in enumerate(entries))
         self._split = len(made[0])
         self._note_entries()
-        if nbytes is not None and self._control.policy is not None:
+        if nbytes is not None and self._control.decider is not None:
             self._check_budget(nbytes)
         self._control.check_plan()
         self._control.log_start()
@@ -417,8 +422,12 @@ class LuminaCache(list[Any]):
         if self._control.speculative:
             # No row may go while tokens can be taken back, so nothing can be promised for every length.
             return
+        decider = self._control.decider
+        assert decider is not None
+        decider.fit(probe.group_size)
         pinned = sum(end - first for first, end in self._control.protect)
         smallest = smallest_budget(probe, pinned)
+        decider.keeper = replace(decider.keeper, floor=smallest)
         if nbytes < smallest:
             raise BudgetError(
                 f"a budget of {format_bytes(nbytes)} cannot be held: the smallest that works for this model is "
@@ -472,16 +481,28 @@ def _guard(guard: bool | float) -> float | None:
     return float(guard)
 
 
-def _policy(policy: Policy | str | None, budget: int | None) -> Policy | None:
-    if isinstance(policy, str):
-        if policy != "off":
-            raise UnsupportedCacheError(
-                f"unknown policy {policy!r}: give 'off', or an object with a name and decide(state, candidates)"
-            )
+def policy_of(policy: Policy | str | None, plan: Action | None) -> Policy | None:
+    """Who decides: ``policy``, or the one of that name; None for nobody.
+
+    Raises:
+        UnsupportedCacheError: there is no policy of that name.
+    """
+    if policy is None:
+        return None if plan is not None else POLICIES["adaptive"]()
+    if not isinstance(policy, str):
+        return policy
+    if policy == "off":
         return None
-    if budget is None:
+    if policy == "fixed":
+        if plan is None:
+            raise UnsupportedCacheError("policy 'fixed' carries out a plan: give plan=…")
         return None
-    return LeastLoss() if policy is None else policy
+    if policy not in POLICIES:
+        raise UnsupportedCacheError(
+            f"unknown policy {policy!r}: give {', '.join(map(repr, POLICIES))}, 'fixed' with plan=…, 'off', or an object "
+            "with a name and decide(state, candidates)"
+        )
+    return POLICIES[policy]()
 
 
 def _reader(telemetry: Telemetry | bool | None, log: AuditLog) -> Callable[[], Snapshot | None]:

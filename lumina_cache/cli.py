@@ -37,7 +37,16 @@ Model = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Budget = Annotated[
-    str | None, typer.Option("--budget", "-b", help="Memory for the KV cache, for example 512MB or 2GB.")
+    str | None,
+    typer.Option(
+        "--budget",
+        "-b",
+        help="Memory for the KV cache: 512MB, 2GB, a share of what MLX may use such as 40%, or auto.",
+    ),
+]
+Policy = Annotated[
+    str | None,
+    typer.Option("--policy", help="Who decides: adaptive (the default), greedy, window, or off for nobody."),
 ]
 Plan = Annotated[
     str | None,
@@ -110,13 +119,14 @@ def _options(
 def demo(
     model: Model = None,
     budget: Budget = None,
+    policy: Policy = None,
     log: LogPath = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 48,
 ) -> None:
     """Answer a question about a long document twice: with the stock cache and under a memory budget."""
     from .lab.demo import run_demo
 
-    run_demo(model=model, budget=budget, log=log, max_tokens=max_tokens)
+    run_demo(model=model, budget=budget, policy=policy, log=log, max_tokens=max_tokens)
 
 
 @app.command(
@@ -133,6 +143,7 @@ def run(
         typer.Option("--prompt-file", "-f", help="A text file with the prompt; - for standard input."),
     ] = None,
     budget: Budget = None,
+    policy: Policy = None,
     plan: Plan = None,
     protect: Protect = None,
     disk: Disk = None,
@@ -151,6 +162,7 @@ def run(
         model=model,
         prompt=text,
         budget=budget,
+        policy=policy,
         plan=plan,
         protect=[_range(one) for one in protect or ()],
         disk=None if disk is None else True if disk == "default" else disk,

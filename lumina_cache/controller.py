@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 
 from ._version import __version__
-from .actions import ACTION_SPACE_VERSION, DEFAULT_SINKS, Action, Evict, Keep, Quantize, evicts, singles
-from .apply import Applied, Footprint, execute, held_all, why_not_protected
+from .actions import DEFAULT_SINKS, Action, Evict, Keep, Quantize, evicts, singles
+from .apply import Applied, Footprint, execute, first_guarded, held_all, why_not_protected
 from .audit import AuditLog
 from .backend.capabilities import DISK_TIER, ROW_GATHER, BackendProfile, Outcome, packed_attention
 from .backend.feasibility import Reason, Verdict, classify
@@ -24,12 +24,14 @@ from .backend.interface import mlx_lm_version, mlx_version
 from .backend.probe import ModelProbe, probe_packed, remembered_probe
 from .budget import format_bytes
 from .codecs import Affine, Layout
+from .decider import Decider
 from .disk import DiskStore, Lease
 from .errors import ActionInfeasibleError, BudgetError, DiskTierError, LuminaError, LuminaWarning
 from .estimate import (
     Held,
     after_action,
     after_append,
+    covered,
     emptied,
     merge_equal,
     nbytes_allocated,
@@ -39,7 +41,9 @@ from .estimate import (
 from .fingerprint import remembered_fingerprint
 from .guarding import Guard
 from .layers import KVCache, ManagedLayer, RotatingKVCache
-from .policy import Candidate, Decision, Policy, State, candidates_for, weigh
+from .policy import DEFAULT_HORIZON, Limit, Policy, State
+from .profile import Profile
+from .profile_home import profile_for
 from .reach import Reach
 from .rows import Pinned
 from .standing import StandingPlan, only
@@ -51,6 +55,12 @@ __all__ = ["Controller", "smallest_budget"]
 
 #: Every how many steps a ``step`` record is written (and at each change of phase).
 STEP_RECORD_EVERY = 64
+
+#: Tokens after which the machine is looked at again even if nothing grows.
+LOOK_EVERY = 256
+
+#: Most times that a decision is made anew because the outlier guard refused what was chosen.
+MOST_TRIES = 8
 
 #: Fewest rows per layer that eviction to a budget goes down to, attention sinks included.
 FEWEST_ROWS = 64
@@ -78,6 +88,7 @@ class Controller:
         budget: int | None,
         policy: Policy | None,
         read_machine: Callable[[], Snapshot | None],
+        watch: bool,
         log: AuditLog,
         horizon: int | None,
         plan: Action | None = None,
@@ -88,9 +99,12 @@ class Controller:
     ) -> None:
         self.models = models
         self.budget = budget
-        self.policy = policy
         self.read_machine = read_machine
+        self.watch = watch  # whether reading the machine costs nothing, so that it can be done at every step
         self.log = log
+        self.decider = (
+            None if policy is None else Decider(policy, budget, read_machine, log, self._find_profile)
+        )
         self.horizon = horizon
         self.plan = None if plan is None else StandingPlan(plan)
         self.protect = protect
@@ -116,7 +130,7 @@ class Controller:
         self._callers: dict[StepTracker, _CallerConversion] = {}
         self._refused: set[tuple[str, str]] = set()
         self._over_budget_said = False
-        self._machine_seen: tuple[object, ...] | None = None
+        self._until_look = 0
         if disk is not None:
             disk.take()
             log.count_disk(0)
@@ -137,10 +151,14 @@ class Controller:
             self._settle(steps)
         if self.plan is not None and steps is self.trackers[0]:
             self._follow_plan(steps, self.plan, tokens)
-        if self.policy is not None:
+        if self.decider is not None:
             self._slack -= tokens
-            if tokens > 1 or self._slack < 0 or self._unchecked:
-                self._hold_budget(steps, tokens, "predicted_overflow")
+            self._until_look -= tokens
+            if steps.phase != self._phase and not self.speculative:
+                self._until_look = -1
+            grows = tokens > 1 or self._slack < 0 or self._unchecked
+            if grows or self._until_look < 0 or (self.watch and self.decider.news()):
+                self._hold_budget(steps, tokens, "predicted_overflow", grows)
                 self._unchecked = tokens > 1
         self._note_step(steps)
 
@@ -151,7 +169,7 @@ class Controller:
         if self.plan is not None and steps is self.trackers[0]:
             self.plan.due(tokens, self._looked)  # too late for this step, but it counts
             self._looked = False
-        if self.policy is not None:
+        if self.decider is not None:
             self._slack -= tokens
             self._unchecked = True
         self._note_step(steps)
@@ -179,7 +197,7 @@ class Controller:
             self._settle(steps)
         if self._unchecked:
             self._unchecked = False
-            self._hold_budget(steps, 1, "after_chunk")
+            self._hold_budget(steps, 1, "after_chunk", True)
 
     # -- other questions of the layers ------------------------------------------------------------------------------
 
@@ -192,7 +210,7 @@ class Controller:
             return True
         if self.speculative and layer.kind == "kv" and layer.layout is not None and layer.layout.unit > 1:
             return True  # rows that were encoded several at a time do not come back as they were
-        if self.policy is None or self.budget is None or self.speculative or layer.kind != "kv":
+        if self.decider is None or self.budget is None or self.speculative or layer.kind != "kv":
             return False
         if not self.profile(steps).has(ROW_GATHER):
             return False
@@ -243,7 +261,7 @@ class Controller:
 
     def rows_replaced(self, steps: StepTracker) -> None:
         self._slack = -1
-        self._unchecked = self.policy is not None
+        self._unchecked = self.decider is not None
 
     def tracker_copied(self, old: StepTracker, new: StepTracker) -> None:
         self.trackers.append(new)
@@ -253,8 +271,9 @@ class Controller:
         new = Controller(
             self.models,
             budget=self.budget,
-            policy=self.policy,
+            policy=None,
             read_machine=self.read_machine,
+            watch=self.watch,
             log=self.log.copy(),
             horizon=self.horizon,
             protect=self.protect,
@@ -264,6 +283,7 @@ class Controller:
         )
         new.plan = copy.copy(self.plan)
         memo[id(self)] = new
+        new.decider = None if self.decider is None else self.decider.copy(new.log)
         new.speculative = self.speculative
         new.probes = dict(self.probes)
         new.evicted_by = self.evicted_by
@@ -403,7 +423,8 @@ class Controller:
         described = self if parent is None else parent
         layers = described._unmerged(described.trackers[0])
         machine = self.read_machine()
-        self._machine_seen = _signs(machine)
+        if self.decider is not None:
+            self.decider.seen(machine)
         unknown: dict[str, str] = {}
         probe = self.probes.get(0)
         if probe is None:
@@ -426,7 +447,7 @@ class Controller:
                 "draft": self.speculative,
             },
             budget=self.budget,
-            policy=None if self.policy is None else self.policy.name,
+            policy=None if self.decider is None else self.decider.policy.name,
             plan=None if self.plan is None else str(self.plan.action),
             protect=[list(one) for one in self.protect],
             copied_from=None if parent is None else parent.log.cache_id,
@@ -505,25 +526,32 @@ class Controller:
         rows = max((one.rows for one in self._layers(steps) if one.changeable), default=0)
         return isinstance(part, Evict) and part.rows_kept(rows) < rows
 
-    def _hold_budget(self, beginning: StepTracker, tokens: int, trigger: str) -> None:
-        """Predict the bytes after a step of ``tokens`` tokens of one of the models; if they pass the budget, decide.
+    def _hold_budget(self, beginning: StepTracker, tokens: int, trigger: str, grows: bool) -> None:
+        """Predict the bytes after a step of ``tokens`` tokens of one of the models; if they pass the limit, decide.
 
-        Only the first model's rows are acted upon, whichever model grows.
+        Only the first model's rows are acted upon, whichever model grows. Where none ``grows`` and the limit is the one
+        that was decided under before, another decision would be the same.
         """
-        steps = self.trackers[0]
-        if self.budget is None or self.policy is None or (beginning is not steps and not steps.at_boundary):
+        steps, decider = self.trackers[0], self.decider
+        if decider is None or (beginning is not steps and not steps.at_boundary):
             return
-        own_tokens = tokens if beginning is steps else 0
-        layers = self._layers(steps)
-        if self._predicted(beginning, tokens) > self.budget:
+        predicted = self._predicted(beginning, tokens)
+        limit, before = decider.limit, decider.limit.nbytes
+        if not grows or self._until_look < 0 or predicted > (limit.nbytes or predicted):
+            limit = decider.look(sum(nbytes_allocated(self._layers(t)) for t in self.trackers))
+            self._until_look = LOOK_EVERY
+        if limit.nbytes is not None and predicted > limit.nbytes and (grows or limit.nbytes != before):
+            if limit.nbytes != self.budget:
+                trigger = "telemetry"
             with self._busy():
+                left = self._left_by_others(limit, beginning, tokens)
                 known = -1
                 while known != len(
                     self._guarded
-                ):  # the guard let nothing be done of what was chosen: once more
+                ):  # again if the guard let nothing be done of what was chosen
                     known = len(self._guarded)
-                    self._decide(steps, layers, own_tokens, trigger, self._left_by_others(beginning, tokens))
-            self._say_if_over(beginning, tokens)
+                    self._decide(steps, decider, left, tokens if beginning is steps else 0, trigger)
+            self._say_if_over(beginning, tokens, limit.nbytes)
         self._renew_slack(beginning, tokens)
 
     def _predicted(self, beginning: StepTracker, tokens: int) -> int:
@@ -535,85 +563,53 @@ class Controller:
         """Bytes of what is kept of the attention after a step of ``tokens`` tokens of one of the models."""
         return self.reach.nbytes_after(tokens if beginning is self.trackers[0] else 0)
 
-    def _left_by_others(self, beginning: StepTracker, tokens: int) -> int:
-        """The budget less what the draft model, and what is kept of the attention, will take by then."""
-        assert self.budget is not None
+    def _left_by_others(self, limit: Limit, beginning: StepTracker, tokens: int) -> Limit:
+        """The limit less what the draft model, and what is kept of the attention, will take by then."""
         others = sum(nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers[1:])
-        return self.budget - others - self._observed(beginning, tokens)
+        others += self._observed(beginning, tokens)
+        return limit if limit.nbytes is None or not others else replace(limit, nbytes=limit.nbytes - others)
 
     def _after(self, steps: StepTracker, beginning: StepTracker, tokens: int) -> tuple[Held, ...]:
         return after_append(self._layers(steps), tokens if steps is beginning else 0)
 
-    def _decide(
-        self, steps: StepTracker, layers: tuple[Held, ...], tokens: int, trigger: str, budget: int
-    ) -> None:
-        policy = self.policy
-        assert policy is not None
-        start = time.perf_counter()
-        machine = self._look_at_machine()
-        probe = self.probe(steps)
+    def _decide(self, steps: StepTracker, decider: Decider, limit: Limit, tokens: int, trigger: str) -> None:
+        layers = self._layers(steps)
+        remaining = None if self.horizon is None else self.horizon - max(one.offset for one in layers)
         state = State(
             phase=steps.phase,
             tokens=tokens,
             layers=layers,
-            budget=budget,
-            available=None if machine is None else machine.memory_available_bytes,
-            rows_must_stay=self.speculative,
-            pinned=_held_within(self.protect, layers),
+            each=self._unmerged(steps),
+            budget=self.budget,
+            limit=limit,
+            horizon=DEFAULT_HORIZON if remaining is None else max(1, remaining),
+            # Without a budget nobody has agreed to lose rows: tokens can be taken back at any time.
+            rows_must_stay=self.speculative or self.budget is None,
+            protect=self.protect,
             evicted_by=self.evicted_by,
-            machine=None if machine is None else machine.to_record(),
         )
-        weighed = weigh(state, candidates_for(state, probe.group_size or 64), self.profile(steps))
-        candidates = tuple(self._less_guarded(c) for c in weighed)
-        decision = self._ask(policy, state, candidates)
-        chosen = next((c for c in candidates if c.action == decision.action), None)
-        if chosen is None or not chosen.feasible:
-            self._warn(
-                "policy_chose_infeasible",
-                f"policy {policy.name} chose {decision.action}, which is not a feasible candidate; keeping everything",
-            )
-            decision = Decision(Keep(), "the policy's choice was not feasible")
-        self._decision += 1
-        self.log.write(
-            "decision",
-            decision=self._decision,
-            trigger=trigger,
-            state=state.to_record(),
-            candidates=[c.to_record() for c in candidates],
-            action_space=ACTION_SPACE_VERSION,
-            chosen=str(decision.action),
-            why=decision.why,
-            seconds=time.perf_counter() - start,
-        )
-        if decision.action != Keep():
+        decider.fit(self.probe(steps).group_size)
+        for _ in range(MOST_TRIES):
+            decision = decider.decide(state, self.profile(steps), trigger, self._against)
+            if decision.action == Keep():
+                return
+            known = len(self._guarded)
             with suppress(Exception):  # it is in the log; generation must not break because an action did
-                self._execute(steps, decision.action, "policy", self._decision)
+                applied = self._execute(steps, decision.action, "policy", decider.number)
+                decider.learn(applied.observed_peak)
+            if len(self._guarded) == known:
+                return
 
-    def _less_guarded(self, candidate: Candidate) -> Candidate:
-        """``candidate``, infeasible if the outlier guard let nothing be done of its codec with as many bits or more."""
-        parts = [part for part in singles(candidate.action) if isinstance(part, Quantize)]
-        more = tuple(
+    def _against(self, action: Action) -> tuple[Reason, ...]:
+        """Why not, from earlier attempts: the outlier guard let nothing be done of a codec with as many bits or more."""
+        parts = [part for part in singles(action) if isinstance(part, Quantize)]
+        return tuple(
             reason for tried, reason in self._guarded.items() if any(_no_finer(p, tried) for p in parts)
         )[:1]
-        return replace(candidate, reasons=candidate.reasons + more) if more else candidate
 
-    def _look_at_machine(self) -> Snapshot | None:
-        """The latest snapshot; written to the log when one of the signs that decisions turn on has changed."""
-        machine = self.read_machine()
-        signs = _signs(machine)
-        if machine is not None and signs != self._machine_seen:
-            self.log.write("telemetry", change=None, snapshot=machine.to_record())
-        self._machine_seen = signs
-        return machine
-
-    def _ask(self, policy: Policy, state: State, candidates: tuple[Candidate, ...]) -> Decision:
-        try:
-            return policy.decide(state, candidates)
-        except Exception as error:  # a user's policy must not break generation
-            self._warn(
-                "policy_failed", f"policy {policy.name}: {type(error).__name__}: {error}; keeping everything"
-            )
-            return Decision(Keep(), "the policy raised an exception")
+    def _find_profile(self) -> Profile:
+        """Figures measured on this model and machine, or the library's own, borrowed."""
+        return profile_for(self.models[0])
 
     def _execute(self, steps: StepTracker, action: Action, origin: str, decision: int | None) -> Applied:
         """Carry out ``action`` and write down what happened, also when it failed.
@@ -623,12 +619,13 @@ class Controller:
         asked, written = self._unmerged(steps), self._written()
         try:
             with self._busy():
+                guard = self._guard_of(steps)
+                if origin == "policy" and guard is not None:
+                    # More bits than were weighed would take more bytes than there are: better to choose again.
+                    self._require_as_weighed(steps, action, guard)
+                    guard = None
                 applied = execute(
-                    self._objects(steps),
-                    action,
-                    pinned=self.protect,
-                    disk=self.disk,
-                    guard=self._guard_of(steps),
+                    self._objects(steps), action, pinned=self.protect, disk=self.disk, guard=guard
                 )
             self._require_something(action, applied)
         except Exception as error:
@@ -653,6 +650,24 @@ class Controller:
             return all(profile.has(c) for c in action.requires)
 
         return Guard(self.guard, can)
+
+    def _require_as_weighed(self, steps: StepTracker, action: Action, guard: Guard) -> None:
+        """Refuse an action whose bits the outlier guard would raise, so that it is not chosen again.
+
+        Raises:
+            ActionInfeasibleError: nothing was changed.
+        """
+        found = first_guarded(self._objects(steps), action, guard)
+        if found is None:
+            return
+        name, part, needed = found
+        instead = "stay as they are" if needed == Keep() else f"need {needed}"
+        text = (
+            f"{part} would spoil the rows of {name} (predicted noise above {guard.limit} of their variance along the "
+            f"tokens), which {instead}"
+        )
+        self._guarded[part] = Reason("outliers", text)
+        raise ActionInfeasibleError(f"{action}: {text}")
 
     def _require_something(self, action: Action, applied: Applied) -> None:
         """Refuse an action that the outlier guard left nothing of, so that it is not chosen again.
@@ -711,6 +726,7 @@ class Controller:
             layers,
             rows_must_stay=self.speculative,
             pinned=_held_within(self.protect, layers, action),
+            protect=self.protect,
         )
         why = why_not_protected(self._objects(steps), action, self.protect) if verdict.feasible else None
         return verdict if why is None else Verdict(action, (Reason("protected_rows", why),))
@@ -731,18 +747,17 @@ class Controller:
             if isinstance(part, Quantize) and part.codec == "affine" and part.key_bits == part.value_bits:
                 self._probe_codec(steps, Affine(part.key_bits, part.group_size))
 
-    def _say_if_over(self, beginning: StepTracker, tokens: int) -> None:
-        assert self.budget is not None
+    def _say_if_over(self, beginning: StepTracker, tokens: int, limit: int) -> None:
         predicted = self._predicted(beginning, tokens)
-        if predicted <= self.budget:
+        if predicted <= limit:
             self._over_budget_said = False
             return
         if not self._over_budget_said:
             self._over_budget_said = True
             self._warn(
                 "budget_exceeded",
-                f"a step of {tokens} tokens takes {format_bytes(predicted)}, the budget is "
-                f"{format_bytes(self.budget)}; rows are brought back under it after the step"
+                f"a step of {tokens} tokens takes {format_bytes(predicted)}, the limit is "
+                f"{format_bytes(limit)}; rows are brought back under it after the step"
                 + ("; LuminaCache.recommend_prefill_step() says which chunk fits" if tokens > 1 else ""),
             )
 
@@ -784,6 +799,7 @@ class Controller:
             guarded=dict(applied.guarded),
             predicted_live=applied.predicted_live,
             predicted_allocated=applied.predicted_allocated,
+            observed_peak=applied.observed_peak,
             before=asdict(applied.before),
             after=asdict(applied.after),
             seconds=applied.seconds,
@@ -810,6 +826,7 @@ class Controller:
             guarded={},
             predicted_live=nbytes_live(predicted),
             predicted_allocated=nbytes_allocated(predicted),
+            observed_peak=None,
             before=asdict(done.before),
             after=asdict(after),
             seconds=done.seconds,
@@ -861,7 +878,7 @@ def _held_within(pinned: Pinned, layers: tuple[Held, ...], action: Action | None
     evictions = [] if action is None else [part for part in singles(action) if isinstance(part, Evict)]
     first = min((part.sinks for part in evictions), default=DEFAULT_SINKS)
     last = seen - min((part.recent for part in evictions), default=0)
-    return _covered((max(first, start), min(end, last)) for start, end in pinned)
+    return covered((max(first, start), min(end, last)) for start, end in pinned)
 
 
 def _no_finer(one: Quantize, other: Quantize) -> bool:
@@ -870,20 +887,11 @@ def _no_finer(one: Quantize, other: Quantize) -> bool:
     return (one.codec, one.group_size) == (other.codec, other.group_size) and coarser
 
 
-def _covered(ranges: Iterable[tuple[int, int]]) -> int:
-    """Positions in at least one of the ranges (first, end)."""
-    total = reached = 0
-    for first, end in sorted(ranges):
-        total += max(0, end - max(first, reached))
-        reached = max(reached, end)
-    return total
-
-
 def _require_room(plan: Action, pinned: Pinned) -> None:
     """Raises ActionInfeasibleError if an eviction of ``plan`` to a number of rows can never keep what is protected."""
     for part in singles(plan):
         if isinstance(part, Evict) and part.rows is not None:
-            protected = _covered([*pinned, (0, part.sinks)]) + part.recent
+            protected = covered([*pinned, (0, part.sinks)]) + part.recent
             if protected >= part.rows:
                 raise ActionInfeasibleError(
                     f"plan {plan} cannot be executed: {part.rows} rows leave no choice beside {protected} protected "
@@ -926,24 +934,13 @@ def _shapes(layers: tuple[Held, ...]) -> list[dict[str, int | str]]:
     ]
 
 
-def _signs(machine: Snapshot | None) -> tuple[object, ...] | None:
-    if machine is None:
-        return None
-    swapping = machine.swap_out_bytes_per_second
-    return (
-        machine.pressure_level,
-        machine.thermal_state,
-        machine.low_power_mode,
-        swapping is not None and swapping > 0,
-    )
-
-
 def smallest_budget(probe: ModelProbe, pinned: int = 0) -> int:
     """Fewest bytes that this model's cache can be held in from the first token on, for any number of tokens.
 
     Two needs: the first token, for which mlx-lm allocates a whole growth step of dense rows; and the steady state,
-    :data:`FEWEST_ROWS` rows per layer in the coarsest feasible codec, with sliding windows and attention chunks full and
-    recurrent state counted. ``pinned`` rows that must stay come on top of those.
+    :data:`FEWEST_ROWS` dense rows per layer, with sliding windows and attention chunks full and recurrent state counted.
+    ``pinned`` rows that must stay come on top of those. Codecs could hold less, but whether a model's rows bear one is
+    known only when they are there.
 
     Raises:
         BudgetError: if some layer grows without bound and cannot be kept from it on this backend.
@@ -962,14 +959,7 @@ def smallest_budget(probe: ModelProbe, pinned: int = 0) -> int:
             )
     first = nbytes_allocated(after_append((emptied(one) for one in probe.layers), 1))
     steady = [_at_least(one, FEWEST_ROWS + pinned) for one in probe.layers]
-    plans: list[Action] = [Keep()]
-    if probe.group_size is not None:
-        plans += [
-            Quantize("affine", bits, bits, probe.group_size)
-            for bits in (8, 4)
-            if profile.has(packed_attention(bits, probe.group_size))
-        ]
-    return max(first, min(nbytes_allocated(after_append(after_action(steady, plan), 1)) for plan in plans))
+    return max(first, nbytes_allocated(after_append(steady, 1)))
 
 
 #: Kinds of layers that hold one row per token for as long as the generation lasts.

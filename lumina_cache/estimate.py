@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .actions import (
-    DEFAULT_SINKS,
     Action,
     Evict,
     Keep,
@@ -28,6 +27,7 @@ from .actions import (
 from .backend.capabilities import KEYS, VALUES
 from .codecs import AffineFetch, Codec, Layout
 from .codecs.base import STEP, grown_capacity
+from .evolve import evolve
 from .rows import DRIFT_ROWS, Pinned
 from .scorers import SCORERS
 
@@ -36,23 +36,29 @@ __all__ = [
     "after_action",
     "after_append",
     "applies",
+    "carried_out",
     "chunk_schedule",
+    "covered",
     "dense_row_nbytes",
     "emptied",
     "growth_nbytes",
     "guarded_rows",
+    "held_within",
     "kept_of",
     "layout_of",
     "merge_equal",
-    "most_rows_within",
     "nbytes_allocated",
     "nbytes_live",
+    "parts_carried_out",
     "peak_of_action",
     "row_nbytes",
+    "rows_left",
     "rows_to_disk",
+    "scoring_nbytes",
     "split_kept",
     "tokens_without_growth",
     "transient_of_action",
+    "uneven",
     "whole_blocks",
 ]
 
@@ -128,7 +134,7 @@ def applies(held: Held, part: Action) -> bool:
 
 def emptied(held: Held) -> Held:
     """The same layer before its first token; recurrent state is there from the first token on and stays counted."""
-    return replace(
+    return evolve(
         held, rows=0, capacity=0, offset=0, tail=0, tail_capacity=0, on_disk=0, head=0, evicted=False
     )
 
@@ -137,9 +143,9 @@ def merge_equal(layers: Iterable[Held]) -> tuple[Held, ...]:
     """The same layers with equal ones counted instead of repeated; a model has few kinds, so sums get cheap."""
     counts: dict[Held, list[Held]] = {}
     for one in layers:
-        counts.setdefault(replace(one, name="", count=1, index=-1), []).append(one)
+        counts.setdefault(evolve(one, name="", count=1, index=-1), []).append(one)
     return tuple(
-        replace(key, name=same[0].name, count=sum(one.count for one in same)) for key, same in counts.items()
+        evolve(key, name=same[0].name, count=sum(one.count for one in same)) for key, same in counts.items()
     )
 
 
@@ -197,21 +203,21 @@ def _appended(held: Held, n: int) -> Held:
         return held
     offset = held.offset + n
     if held.kind == "opaque":
-        return replace(held, offset=offset) if held.token_nbytes else held
+        return evolve(held, offset=offset) if held.token_nbytes else held
     if held.kind == "concatenate":
-        return replace(held, rows=held.rows + n, capacity=held.rows + n, offset=offset)
+        return evolve(held, rows=held.rows + n, capacity=held.rows + n, offset=offset)
     if held.kind == "chunked" and held.rows > held.max_size > 0:
         # The model drops the front before each step, by a slice without slack.
-        held = replace(held, rows=held.max_size, capacity=held.max_size)
+        held = evolve(held, rows=held.max_size, capacity=held.max_size)
     if held.kind == "chunked":
         capacity = grown_capacity(held.rows, held.capacity, n)
-        return replace(held, rows=held.rows + n, capacity=capacity, offset=offset)
+        return evolve(held, rows=held.rows + n, capacity=capacity, offset=offset)
     if held.kind != "rotating":
         first = min(n, held.layout.sinks - held.head) if held.rows == held.head < held.layout.sinks else 0
         tail = held.tail + n - first
         sealed = held.layout.sealable(tail)
         capacity = grown_capacity(held.sealed, held.capacity, sealed)
-        return replace(
+        return evolve(
             held,
             rows=held.rows + n,
             capacity=capacity,
@@ -223,12 +229,12 @@ def _appended(held: Held, n: int) -> Held:
     if n > 1:
         dropped = max(0, held.rows - held.max_size + 1)
         rows = held.rows - dropped + n
-        return replace(held, rows=rows, capacity=rows, offset=offset)
+        return evolve(held, rows=rows, capacity=rows, offset=offset)
     capacity = held.capacity
     if held.offset >= capacity and capacity < held.max_size:
         capacity += min(STEP, held.max_size - held.offset)
     capacity = min(capacity, held.max_size)
-    return replace(held, rows=min(offset, capacity), capacity=capacity, offset=offset)
+    return evolve(held, rows=min(offset, capacity), capacity=capacity, offset=offset)
 
 
 def tokens_without_growth(layers: Iterable[Held]) -> int | None:
@@ -263,8 +269,7 @@ def after_action(layers: Iterable[Held], action: Action, pinned: Pinned = ()) ->
     """
     layers = tuple(layers)
     if isinstance(action, Plan):
-        if any(one.index < 0 for one in layers):
-            raise ValueError(f"{action} names layers, so layers must not be merged: pass one Held per layer")
+        _require_numbers(layers, action)
         return tuple(
             one for layer in layers for one in after_action([layer], action.for_layer(layer.index), pinned)
         )
@@ -273,19 +278,24 @@ def after_action(layers: Iterable[Held], action: Action, pinned: Pinned = ()) ->
     return layers
 
 
+def _require_numbers(layers: Iterable[Held], plan: Plan) -> None:
+    if any(one.index < 0 for one in layers):
+        raise ValueError(f"{plan} names layers, so layers must not be merged: pass one Held per layer")
+
+
 def _acted(held: Held, action: Action, pinned: Pinned) -> Held:
     match action:
         case Keep():
             return held
         case Reclaim():
-            return replace(held, capacity=held.sealed)
+            return evolve(held, capacity=held.sealed)
         case Reserve():
-            return replace(held, capacity=max(held.capacity, whole_blocks(action.rows, held.layout.block)))
+            return evolve(held, capacity=max(held.capacity, whole_blocks(action.rows, held.layout.block)))
         case Page():
-            return replace(held, capacity=-(-held.rows // action.rows) * action.rows)
+            return evolve(held, capacity=-(-held.rows // action.rows) * action.rows)
         case Merge():
             # Two layers share one direction per row; their norms, one element per head, are left out.
-            return replace(
+            return evolve(
                 held, capacity=held.rows, key_width=held.key_width // 2, value_width=held.value_width // 2
             )
         case Offload():
@@ -321,7 +331,7 @@ def rows_to_disk(action: Offload, sealed: int, block: int) -> int:
 
 def _on_disk(held: Held, rows: int) -> Held:
     """The same sealed rows with the oldest ``rows`` of them in a file, and no slack."""
-    return replace(held, on_disk=rows, capacity=held.rows - held.head - held.tail - rows)
+    return evolve(held, on_disk=rows, capacity=held.rows - held.head - held.tail - rows)
 
 
 def _evicted(held: Held, action: Evict, pinned: Pinned) -> Held:
@@ -332,7 +342,7 @@ def _evicted(held: Held, action: Evict, pinned: Pinned) -> Held:
     rows = held.head + sealed + tail
     if rows == held.rows:
         return held
-    after = replace(held, rows=rows, tail=tail, on_disk=0, capacity=sealed, evicted=True)
+    after = evolve(held, rows=rows, tail=tail, on_disk=0, capacity=sealed, evicted=True)
     if held.on_disk == 0:
         return after
     share = held.on_disk / (held.on_disk + held.sealed)
@@ -359,12 +369,28 @@ def guarded_rows(sinks: int, pinned: Pinned, sealed_to: int, block: int, head: i
 
     Blocks are counted from position ``head`` on, where sealed rows begin.
     """
-    blocks: set[int] = set()
     sealed_to -= head
-    for first, end in ((max(0, a - head), b - head) for a, b in ((0, sinks), *pinned)):
-        if first < min(end, sealed_to):
-            blocks.update(range(first // block, whole_blocks(min(end, sealed_to), block) // block))
-    return len(blocks) * block
+    spans = []
+    for first, end in ((0, sinks), *pinned):
+        first, end = max(0, first - head), min(end - head, sealed_to)
+        if first < end:
+            spans.append((first // block, -(-end // block)))
+    return covered(spans) * block
+
+
+def covered(ranges: Iterable[tuple[int, int]]) -> int:
+    """How many numbers lie in at least one of the ranges (first, end), end excluded."""
+    total = reached = 0
+    for first, end in sorted(ranges):
+        total += max(0, end - max(first, reached))
+        reached = max(reached, end)
+    return total
+
+
+def held_within(pinned: Pinned, layers: Iterable[Held]) -> int:
+    """Rows that ``pinned`` keeps from eviction, of those seen so far."""
+    seen = max((one.offset for one in layers if one.changeable), default=0)
+    return covered((first, min(end, seen)) for first, end in pinned)
 
 
 def whole_blocks(rows: int, block: int) -> int:
@@ -379,12 +405,28 @@ def kept_of(held: Held, kept: int, sinks: int, pinned: Pinned) -> tuple[int, int
     return split_kept(max(0, kept - head), held.rows - head, held.tail, block, guarded)
 
 
+def uneven(layers: Iterable[Held]) -> tuple[Held, ...]:
+    """The layers, if one eviction may leave them with different numbers of rows; none if it cannot.
+
+    Rows that are encoded several together go in whole blocks, and those of other layers one by one.
+    """
+    changeable = [one for one in layers if one.changeable]
+    if len({(one.layout.block, one.rows, one.head, one.tail) for one in changeable}) < 2:
+        return ()
+    return tuple(changeable) if any(one.layout.block > 1 for one in changeable) else ()
+
+
+def rows_left(layers: Iterable[Held], action: Evict, pinned: Pinned = ()) -> set[int]:
+    """The numbers of rows that an eviction leaves layers with."""
+    return {after_action([one], action, pinned)[0].rows for one in layers}
+
+
 def _reencoded(held: Held, layout: Layout) -> Held:
     if held.kind in LANE_KINDS:
-        return replace(held, layout=layout)
+        return evolve(held, layout=layout)
     head = min(layout.sinks, held.rows)
     sealed = layout.sealable(held.rows - head)
-    after = replace(
+    after = evolve(
         held,
         layout=layout,
         on_disk=0,
@@ -421,37 +463,65 @@ def _growth(held: Held, n: int) -> int:
     return (held.capacity + after.capacity - kept) * row_nbytes(held)
 
 
-def peak_of_action(layers: Sequence[Held], action: Action) -> int:
-    """Most bytes allocated at any moment while ``action`` is carried out, an upper bound.
+def peak_of_action(layers: Sequence[Held], action: Action, pinned: Pinned = ()) -> int:
+    """Most bytes allocated at any moment while ``action`` is carried out, an upper bound."""
+    return carried_out(layers, action, pinned)[1]
 
-    Part by part and layer by layer: all layers before the part, plus what converting the largest one needs.
+
+def carried_out(layers: Sequence[Held], action: Action, pinned: Pinned = ()) -> tuple[tuple[Held, ...], int]:
+    """The layers after ``action``, and the most bytes allocated on the way there, an upper bound.
+
+    Part by part and layer by layer: all layers before the part, plus what converting the largest one needs. A plan goes
+    layer by layer, and within a layer part by part.
     """
+    now = tuple(layers)
     if isinstance(action, Plan):
-        return _worst(layers, after_action(layers, action), lambda one: action.for_layer(one.index))
-    now, peak = tuple(layers), nbytes_allocated(layers)
-    for part in action.parts:
-        after = after_action(now, part)
-        peak = max(peak, _worst(now, after, lambda _, part=part: part))  # type: ignore[misc]
+        _require_numbers(now, action)
+        done: list[Held] = []
+        total = peak = nbytes_allocated(now)
+        for one in now:
+            [after_own], most = carried_out([one], action.for_layer(one.index), pinned)
+            own = nbytes_allocated([one])
+            peak = max(peak, total - own + most)
+            total += nbytes_allocated([after_own]) - own
+            done.append(after_own)
+        return tuple(done), peak
+    return parts_carried_out(now, action.parts, pinned)
+
+
+def parts_carried_out(
+    layers: tuple[Held, ...], parts: Iterable[Action], pinned: Pinned = ()
+) -> tuple[tuple[Held, ...], int]:
+    """:func:`carried_out` for single actions, one after the other."""
+    now, peak = layers, nbytes_allocated(layers)
+    for part in parts:
+        after = after_action(now, part, pinned)
+        peak = max(peak, _worst(now, after, lambda _, part=part: part, pinned))  # type: ignore[misc]
         now = after
-    return peak
+    return now, peak
 
 
-def _worst(before: Sequence[Held], after: Sequence[Held], action_of: Callable[[Held], Action]) -> int:
+def _worst(
+    before: Sequence[Held],
+    after: Sequence[Held],
+    action_of: Callable[[Held], Action],
+    pinned: Pinned = (),
+) -> int:
     """The largest transient while all other layers are as before, or, where they grow, as afterwards."""
     first, last = nbytes_allocated(before), nbytes_allocated(after)
     most = max(first, last)
     for was, now in zip(before, after, strict=True):
         own = nbytes_allocated([replace(was, count=1)])
         others = max(first - own, last - nbytes_allocated([replace(now, count=1)]))
-        most = max(most, others + own + transient_of_action(was, action_of(was)))
+        most = max(most, others + own + transient_of_action(was, action_of(was), pinned))
     return most
 
 
-def transient_of_action(held: Held, action: Action) -> int:
+def transient_of_action(held: Held, action: Action, pinned: Pinned = ()) -> int:
     """Bytes needed beside one layer while ``action`` is carried out on it, an upper bound."""
     most = 0
     for part in action.parts:
-        [after] = after_action([held], part)
+        [after] = after_action([held], part, pinned)
         most, held = max(most, _transient(held, after, part)), after
     return most
 
@@ -460,7 +530,7 @@ def _transient(before: Held, after: Held, action: Action) -> int:
     """Bytes that exist at the worst moment beside one layer as it was."""
     if before == after:
         return 0
-    scoring = _scoring(before, action) if isinstance(action, Evict) else 0
+    scoring = scoring_nbytes(before, action) if isinstance(action, Evict) else 0
     return max(scoring, _moving(before, after))
 
 
@@ -468,7 +538,7 @@ def _transient(before: Held, after: Held, action: Action) -> int:
 _RANKING = 12
 
 
-def _scoring(held: Held, action: Evict) -> int:
+def scoring_nbytes(held: Held, action: Evict) -> int:
     """What a scorer makes of the rows before any is copied."""
     ranking = _RANKING * held.heads * held.rows * 4
     scorer = SCORERS.get(action.scorer)
@@ -503,7 +573,7 @@ def _moving(before: Held, after: Held) -> int:
     if after.on_disk <= before.on_disk and not after.evicted:
         return new + read
     # Writing copies one array at a time, and what stays is copied out of the buffers that held everything.
-    rest = nbytes_allocated([replace(after, count=1)])
+    rest = nbytes_allocated([evolve(after, count=1)])
     if after.on_disk and after.rows == before.rows:
         return read + max(rest, after.on_disk * one)
     return max(read + new, new + rest + after.on_disk * one if after.on_disk else 0)
@@ -511,7 +581,7 @@ def _moving(before: Held, after: Held) -> int:
 
 def _in_memory(held: Held) -> Held:
     """One such layer with the rows in its file brought back."""
-    return replace(held, on_disk=0, capacity=held.capacity + held.on_disk, count=1)
+    return evolve(held, on_disk=0, capacity=held.capacity + held.on_disk, count=1)
 
 
 def _conversion(before: Held, after: Held) -> int:
@@ -534,14 +604,14 @@ def _conversion(before: Held, after: Held) -> int:
         worst = new + _decoding(before) + round(copies * side * 4)
     worst = max(worst, new + _drift_nbytes(before, rows))
     if after.on_disk:
-        rest = nbytes_allocated([replace(after, count=1)])
+        rest = nbytes_allocated([evolve(after, count=1)])
         worst = max(worst, new + rest + after.on_disk * row_nbytes(after))
     return worst
 
 
 def _lane_conversion(before: Held, after: Held) -> int:
     """The whole buffers are encoded as they are, slack included."""
-    new = nbytes_allocated([replace(after, count=1)])
+    new = nbytes_allocated([evolve(after, count=1)])
     side = max(before.key_width, before.value_width) * before.capacity
     decoded = 0 if before.layout.dense else dense_row_nbytes(before) * before.capacity
     return new + decoded + _scratch(after.layout.keys, side) + _drift_nbytes(before, before.capacity)
@@ -556,32 +626,3 @@ def _drift_nbytes(held: Held, rows: int) -> int:
     """Four float32 arrays of the rows that are compared, and one in the rows' own type if that is another."""
     width = max(held.key_width, held.value_width)
     return min(rows, DRIFT_ROWS) * width * (16 + (held.itemsize if held.itemsize != 4 else 0))
-
-
-def most_rows_within(
-    layers: Sequence[Held],
-    nbytes: int,
-    *,
-    then: Callable[[tuple[Held, ...]], tuple[Held, ...]],
-    quantize: Quantize | None = None,
-) -> int:
-    """The most rows per layer that, after ``then`` (for example the next step), stay within ``nbytes`` allocated bytes.
-
-    With ``quantize`` the rows are re-encoded as well. 0 when not even one row fits.
-    """
-    low, high = 0, max((one.rows for one in layers if one.changeable), default=0)
-    while low < high:
-        rows = (low + high + 1) // 2
-        cut = tuple(_cut_to(one, min(rows, one.rows)) if one.changeable else one for one in layers)
-        if quantize is not None:
-            cut = after_action(cut, quantize)
-        if nbytes_allocated(then(cut)) <= nbytes:
-            low = rows
-        else:
-            high = rows - 1
-    return low
-
-
-def _cut_to(held: Held, rows: int) -> Held:
-    tail, sealed = kept_of(held, rows, DEFAULT_SINKS, ())
-    return replace(held, rows=held.head + tail + sealed, capacity=sealed, tail=tail, on_disk=0)

@@ -17,15 +17,25 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .actions import Quantize, parse_action
+from .codecs import Layout
 from .errors import ProfileFormatError
 
-__all__ = ["SCHEMA", "CodecFigure", "EvictionFigure", "Figure", "Profile", "default_profile", "read_profile"]
+__all__ = [
+    "SCHEMA",
+    "CodecFigure",
+    "EvictionFigure",
+    "Figure",
+    "Profile",
+    "default_profile",
+    "read_profile",
+]
 
 #: Version of the file format.
 SCHEMA = 1
@@ -67,10 +77,16 @@ class EvictionFigure:
 
     def at(self, share: float) -> tuple[float, float]:
         """(KL, p95) at a share of rows kept: linear between measurements and to (1, 0), continued below the smallest."""
-        kls = (*((s, kl) for s, kl, _ in self.points), (1.0, 0.0))
-        tails = (*((s, p95) for s, _, p95 in self.points), (1.0, 0.0))
+        kls, tails = self._curves
         return max(0.0, interpolate(kls, share, beyond=True)), max(
             0.0, interpolate(tails, share, beyond=True)
+        )
+
+    @cached_property
+    def _curves(self) -> tuple[tuple[tuple[float, float], ...], tuple[tuple[float, float], ...]]:
+        return (
+            (*((s, kl) for s, kl, _ in self.points), (1.0, 0.0)),
+            (*((s, p95) for s, _, p95 in self.points), (1.0, 0.0)),
         )
 
 
@@ -88,6 +104,21 @@ class Profile:
     )  #: of an action's own work: evict, quant, offload
     step_seconds: float | None = None  #: of one dense decode step at 1,024 rows
     provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def by_layout(self) -> Mapping[Layout, CodecFigure]:
+        """Figures by how rows are stored."""
+        return {layout: one for one in self.codecs if (layout := one.action.layout) is not None}
+
+    def for_groups_of(self, group_size: int) -> Profile:
+        """The same figures for a model whose head dims need smaller groups; smaller groups lose less, so they are bounds."""
+        smaller = tuple(
+            replace(one, action=replace(one.action, group_size=group_size))
+            if one.action.group_size > group_size and group_size in one.action.method.groups
+            else one
+            for one in self.codecs
+        )
+        return self if smaller == self.codecs else replace(self, codecs=smaller)
 
     def codec(self, action: Quantize) -> CodecFigure | None:
         """The figure of exactly this codec, bits, group and residual window."""
@@ -223,6 +254,5 @@ def read_profile(path: Path, *, borrowed: bool = False) -> Profile:
 
 def default_profile() -> Profile:
     """The figures that ship with the library: measured on SmolLM2-135M-Instruct, borrowed for any other model."""
-    return read_profile(
-        Path(str(files("lumina_cache.data") / "profiles" / "smollm2-135m.json")), borrowed=True
-    )
+    path = files("lumina_cache").joinpath("data", "profiles", "smollm2-135m.json")
+    return read_profile(Path(str(path)), borrowed=True)

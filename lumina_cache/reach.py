@@ -258,6 +258,9 @@ class _Observer:
         seen = layer.seen
         if seen is None:
             return ()
+        if queries.shape[2] > 1:
+            # mlx-lm computes nothing of a chunk but its rows, so the last layer's output may never be asked for.
+            mx.async_eval(seen.arrays)  # type: ignore[no-untyped-call]
         layer.seen = seen.after(attended(layer, queries, keys, scale, mask, sinks, seen.rotation))
         return layer.seen.arrays
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from lumina_cache.apply import held_all
 from lumina_cache.cache import LuminaCache
 from lumina_cache.disk import DiskStore
+from lumina_cache.errors import BudgetError
 from lumina_cache.estimate import Held
 from lumina_cache.lab.tiny import SPECS
 from lumina_cache.layers import leaves
@@ -51,6 +53,7 @@ __all__ = [
     "real_bytes",
     "same_bits",
     "settle",
+    "smallest",
     "tokens",
 ]
 
@@ -227,6 +230,15 @@ def disk_in(directory: Path) -> DiskStore:
 def quiet(model: Any, **kwargs: Any) -> LuminaCache:
     """A LuminaCache that does not read the machine."""
     return LuminaCache(model, telemetry=False, **kwargs)
+
+
+def smallest(model: Any, **kwargs: Any) -> int:
+    """The smallest budget, as the refusal of an impossible one names it."""
+    with pytest.raises(BudgetError, match=r"smallest that works for this model is \d+ bytes") as caught:
+        quiet(model, budget=1, **kwargs)
+    found = re.search(r"(\d+) bytes", str(caught.value))
+    assert found is not None
+    return int(found[1])
 
 
 # -- the reference: mlx-lm's own caches, complete, with some rows masked ------------------------------------------------

@@ -251,8 +251,8 @@ def test_eviction_that_differs_from_masking_is_found_out(monkeypatch: pytest.Mon
     """The control: with the number of rows as position, evicted rows give other logits than masked ones."""
     real = KVCache.gather
 
-    def forgetful(self: KVCache, index: Any) -> None:
-        real(self, index)
+    def forgetful(self: KVCache, index: Any, tail: Any = None) -> None:
+        real(self, index, tail)
         self.offset, self._dropped = self.rows, 0
         self._kept = None
 

@@ -7,17 +7,29 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from harness import UNPACKABLE, allocated, fast_first, feed, held_of, pieces, quiet, real_bytes, tokens
+from harness import (
+    UNPACKABLE,
+    allocated,
+    fast_first,
+    feed,
+    held_of,
+    pieces,
+    quiet,
+    real_bytes,
+    smallest,
+    tokens,
+)
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from lumina_cache.actions import parse_action
 from lumina_cache.audit import validate
-from lumina_cache.budget import format_bytes, parse_bytes
+from lumina_cache.budget import budget_nbytes, format_bytes, parse_bytes
 from lumina_cache.cache import LuminaCache
 from lumina_cache.errors import BudgetError
 from lumina_cache.lab.tiny import build
 from lumina_cache.policy import Candidate, Decision, State
+from lumina_cache.telemetry import PressureLevel, Snapshot
 
 #: Full, window, sinks, latent, chunked, nested, recurrent, borrowed K/V, window in the mask alone; packable and not.
 GROWING = (
@@ -40,15 +52,6 @@ GROWING = (
 
 #: Models whose cache does not grow without bound.
 BOUNDED = ("mamba", "rwkv7", "recurrent_gemma")
-
-
-def smallest(model: Any) -> int:
-    """The smallest budget, as the refusal of an impossible one names it."""
-    with pytest.raises(BudgetError, match=r"smallest that works for this model is \d+ bytes") as caught:
-        quiet(model, budget=1)
-    found = re.search(r"(\d+) bytes", str(caught.value))
-    assert found is not None
-    return int(found[1])
 
 
 def check_log(cache: LuminaCache) -> list[str]:
@@ -90,7 +93,7 @@ def test_a_budget_is_held_at_every_decode_step_and_every_action_was_predicted(
     actions = check_log(cache)
     assert actions
     if name in UNPACKABLE:
-        assert all(action.startswith("evict") and "quant" not in action for action in actions)
+        assert not any("quant:affine," in action for action in actions), "packed rows cannot be read here"
 
 
 @pytest.mark.parametrize(
@@ -314,6 +317,61 @@ def test_amounts_of_memory_are_read_as_people_write_them(text: int | str, nbytes
 def test_what_is_no_amount_of_memory_is_refused_by_value(text: Any) -> None:
     with pytest.raises(BudgetError, match=re.escape(repr(text))):
         parse_bytes(text)
+
+
+def machine(**fields: Any) -> Snapshot:
+    return Snapshot(
+        monotonic_seconds=0.0,
+        unix_seconds=0.0,
+        platform="test",
+        pressure_level=PressureLevel.NORMAL,
+        **fields,
+    )
+
+
+@pytest.mark.parametrize(
+    ("budget", "fields", "nbytes"),
+    [
+        ("40%", {"gpu_working_set_bytes": 1000, "memory_total_bytes": 5000}, 400),
+        (" 12.5 % ", {"memory_total_bytes": 8000}, 1000),
+        ("100%", {"memory_limit_bytes": 300, "memory_total_bytes": 8000}, 300),
+        ("auto", {"gpu_working_set_bytes": 1000, "mlx_active_bytes": 400}, 300),
+        ("AUTO", {"gpu_working_set_bytes": 1000, "memory_available_bytes": 100}, 50),
+        ("auto", {"memory_total_bytes": 1000, "mlx_active_bytes": 2000}, 1),
+        ("2 kB", {}, 2000),
+        (77, {}, 77),
+    ],
+)
+def test_shares_and_auto_are_of_what_mlx_may_use(
+    budget: int | str, fields: dict[str, int], nbytes: int
+) -> None:
+    assert budget_nbytes(budget, lambda: machine(**fields)) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("budget", "read", "says"),
+    [
+        ("40%", lambda: None, "telemetry, which is off"),
+        ("auto", lambda: None, "telemetry, which is off"),
+        ("40%", lambda: machine(unknown={"memory_total_bytes": "no /proc"}), "no /proc"),
+        ("0%", lambda: machine(memory_total_bytes=10), "not between 0% and 100%"),
+        ("101%", lambda: machine(memory_total_bytes=10), "not between 0% and 100%"),
+        ("-5%", lambda: machine(memory_total_bytes=10), "cannot read '-5%'"),
+    ],
+)
+def test_a_share_of_what_is_not_known_is_refused(budget: str, read: Any, says: str) -> None:
+    with pytest.raises(BudgetError, match=re.escape(says)):
+        budget_nbytes(budget, read)
+
+
+def test_a_share_of_this_machine_becomes_a_number_of_bytes(tiny: Any) -> None:
+    cache = LuminaCache(tiny("llama"), budget="1%")
+    started = next(r for r in cache.log.records if r["event"] == "session.started")
+    whole = started["telemetry"]["memory_limit_bytes"] or started["telemetry"]["memory_total_bytes"]
+    if started["telemetry"]["gpu_working_set_bytes"] is None:
+        assert cache.budget == started["budget"] == int(whole * 0.01)
+    else:
+        assert cache.budget == int(started["telemetry"]["gpu_working_set_bytes"] * 0.01)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,9 @@ def test_version_is_printed():
         (["run", "--prompt", "a", "--plan", "reclaim", "--budget", "1GB"], "give one of them"),
         (["run", "--prompt", "a", "--protect", "9-3"], "such as 0-120"),
         (["run", "--prompt", "a", "--budget", "lots"], "cannot read 'lots' as an amount of memory"),
+        (["run", "--prompt", "a", "--budget", "400%"], "not between 0% and 100%"),
+        (["run", "--prompt", "a", "--policy", "best"], "unknown policy 'best'"),
+        (["run", "--prompt", "a", "--policy", "fixed"], "give plan="),
         (["demo", "--budget", "0MB"], "is not more than nothing"),
         (["run", "--prompt", "a", "--model", "./no/such/model"], "no/such/model"),
         (["nonsense"], "No such command"),
@@ -76,7 +79,13 @@ def test_a_users_mistake_gets_a_message_and_exit_code_2(args, says):
 def test_gap_prints_both_sides_and_says_simulated(log):
     done = cli("gap", str(log))
     assert done.returncode == 0
-    for part in ("[execution state: simulated]", "best of A", "best of F", "because", "mean gap over"):
+    for part in (
+        "[execution state: simulated]",
+        "best of A",
+        "best of F",
+        "policy's choice",
+        "mean gap over",
+    ):
         assert part in done.stdout
 
 

@@ -42,7 +42,6 @@ from lumina_cache.estimate import (
     after_append,
     emptied,
     merge_equal,
-    most_rows_within,
     nbytes_allocated,
     nbytes_live,
     peak_of_action,
@@ -271,32 +270,6 @@ def test_only_rows_in_buffers_of_our_own_making_are_changed(kind: str) -> None:
     )
     for action in (Evict("sinks_window", ratio=0.5), Quantize("affine", 4, 4, 32), Reclaim()):
         assert after_action([one], action) == (one,)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    budget=st.integers(0, 400_000),
-    append=st.integers(1, 600),
-    quantize=st.sampled_from([None, Quantize("affine", 8, 8, 64), Quantize("affine", 4, 4, 64)]),
-)
-def test_the_rows_solved_for_fit_and_one_more_would_not(
-    budget: int, append: int, quantize: Quantize | None
-) -> None:
-    def bytes_with(rows: int) -> int:
-        from dataclasses import replace
-
-        one: tuple[Held, ...] = (replace(KV, rows=rows, capacity=rows),)
-        if quantize is not None:
-            one = after_action(one, quantize)
-        return nbytes_allocated(after_append(one, append))
-
-    rows = most_rows_within([KV], budget, then=lambda x: after_append(x, append), quantize=quantize)
-    assert 0 <= rows <= KV.rows
-    if rows:
-        assert bytes_with(rows) <= budget
-    # Buffers grow in steps, so bytes are not monotone everywhere; far above the solution they are past the budget.
-    if rows < KV.rows - 256:
-        assert bytes_with(rows + 257) > budget
 
 
 @pytest.mark.parametrize(

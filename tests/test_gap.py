@@ -22,14 +22,13 @@ def candidate(action: str, total: float | None, *missing: str) -> dict:
         "action": action,
         "feasible": not missing,
         "reasons": [{"code": "missing_capability", "text": f"{m}: absent", "capability": m} for m in missing],
-        "nbytes_next": 1,
-        "nbytes_peak": 1,
-        "score": {"total": total, "kl_source": "test"},
+        "inputs": {"source": "borrowed: test"},
+        "score": {"total": total},
     }
 
 
 def decision(*candidates: dict, chosen: str = "keep") -> dict:
-    state = {"phase": "decode", "layers": [{"rows": 7}], "budget": 9}
+    state = {"phase": "decode", "layers": [{"rows": 7}], "limit": {"nbytes": 9, "why": "the budget"}}
     return {"cache": "ab", "decision": 1, "state": state, "candidates": list(candidates), "chosen": chosen}
 
 
@@ -83,6 +82,7 @@ def test_every_gap_of_a_log_says_that_it_is_simulated():
     assert report.execution_state == "simulated"
     assert {g.execution_state for g in report.gaps} == {"simulated"}
     assert "[execution state: simulated]" in as_text(report)
+    assert "borrowed: test" in as_text(report)
     assert json.loads(as_json(report))["execution_state"] == "simulated"
 
 
@@ -121,11 +121,13 @@ def test_a_refusal_carries_no_figure_to_be_compared():
 
 
 def test_a_real_run_gives_a_gap_with_causes_from_the_backend(tiny, tmp_path):
-    model, path = tiny("llama"), tmp_path / "run.jsonl"
+    model, path = tiny("gpt_oss"), tmp_path / "run.jsonl"
     with LuminaCache(model, budget=270_000, log=path) as cache:
         for _ in range(9):
             mx.eval(model(mx.arange(1, 100)[None], cache=cache), [c.state for c in cache])
     report = gap_of_log(read_log(path))
     assert report.gaps
     assert all(g.backend >= 0 for g in report.gaps)
-    assert {name for name, _ in report.refusals} & {"QUERIES", "not_built"}
+    assert "PACKED_ATTENTION(8,32)" in {name for name, _ in report.refusals}
+    assert max(g.backend for g in report.gaps) > 0
+    assert "because" in as_text(report)

@@ -200,7 +200,7 @@ def test_the_shipped_figures_are_whole_and_say_where_they_come_from() -> None:
     assert {c.action.codec for c in profile.codecs} >= {"affine", "affine_fetch", "hadamard", "kivi"}
     assert {e.scorer for e in profile.evictors} >= {"sinks_window", "keydiff", "random"}
     assert profile.provenance["command"].startswith("lumina-cache calibrate")
-    assert profile.provenance["documents"] >= 3
+    assert profile.provenance["documents"] >= 1
     for one in profile.codecs:
         assert [rows for rows, _ in one.times] == [512, 1024, 4096]
 

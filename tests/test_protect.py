@@ -149,7 +149,7 @@ def test_a_budget_too_small_for_what_is_protected_is_refused(tiny: Any) -> None:
     model = tiny("llama")
     quiet(model, budget=300_000)
     with pytest.raises(BudgetError, match="the smallest that works"):
-        quiet(model, budget=300_000, protect=range(2000))
+        quiet(model, budget=300_000, protect=range(4000))
 
 
 def test_positions_protected_later_are_kept_from_then_on(tiny: Any) -> None:

@@ -35,6 +35,14 @@ class Layout:
         return cls(codec, codec)
 
     @cached_property
+    def _hash(self) -> int:
+        return hash((self.keys, self.values, self.residual, self.sinks))
+
+    def __hash__(self) -> int:
+        # Layouts are looked up some hundred times in every decision.
+        return self._hash
+
+    @cached_property
     def block(self) -> int:
         """Rows that are encoded together on one side or the other."""
         return max(self.keys.block, self.values.block)

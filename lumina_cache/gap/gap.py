@@ -26,7 +26,7 @@ class DecisionGap:
     decision: int
     phase: str | None
     rows: int
-    budget: int
+    limit: int  #: bytes that the layers could take: the budget, or less under pressure
     best_all: Simulated
     best_feasible: Simulated
     chosen: Simulated | None
@@ -91,7 +91,7 @@ def decision_gap(weighed: Weighed) -> DecisionGap:
         decision=weighed.decision,
         phase=weighed.phase,
         rows=weighed.rows,
-        budget=weighed.budget,
+        limit=weighed.limit,
         best_all=top,
         best_feasible=reachable,
         chosen=weighed.chosen,

@@ -32,10 +32,10 @@ class Real(Observation):
 
 @dataclass(frozen=True)
 class Simulated(Observation):
-    """A score made of estimates. ``kl_source`` says where the expected damage comes from."""
+    """A score made of estimates. ``source`` says where the expected damage comes from."""
 
     score: float
-    kl_source: str
+    source: str
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Weighed:
     decision: int
     phase: str | None
     rows: int
-    budget: int
+    limit: int  #: bytes
     everything: tuple[Simulated, ...]  #: A, as far as it could be scored
     feasible: tuple[Simulated, ...]  #: F, as far as it could be scored
     refused: tuple[BackendInfeasible, ...]  #: A without F, with reasons
@@ -90,7 +90,7 @@ def weighed_decision(record: Mapping[str, Any]) -> Weighed:
     try:
         candidates = record["candidates"]
         scored = [
-            (c, Simulated(c["action"], float(c["score"]["total"]), str(c["score"]["kl_source"])))
+            (c, Simulated(c["action"], float(c["score"]["total"]), str(c["inputs"]["source"])))
             for c in candidates
             if c["score"]["total"] is not None
         ]
@@ -100,7 +100,7 @@ def weighed_decision(record: Mapping[str, Any]) -> Weighed:
             decision=record["decision"],
             phase=state["phase"],
             rows=max((one["rows"] for one in state["layers"]), default=0),
-            budget=state["budget"],
+            limit=int(state["limit"]["nbytes"]),
             everything=tuple(s for _, s in scored),
             feasible=tuple(s for c, s in scored if c["feasible"]),
             refused=tuple(

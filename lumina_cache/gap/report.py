@@ -24,8 +24,9 @@ def as_text(report: GapReport) -> str:
         return "\n".join(lines + [f"problem: {p}" for p in report.problems])
     lines = [
         "Backend-induced optimality gap  [execution state: simulated]",
-        "Scores are estimates made before anything ran: quality from borrowed figures, bytes from the estimator,",
-        "no term for time. One point is about the damage of plain 4-bit rows.",
+        "Scores are estimates made before anything ran: quality and time from a profile's figures "
+        f"({_sources(report)}),",
+        "bytes from the estimator. One point is about the damage of plain 4-bit rows.",
         "",
     ]
     for gap in report.gaps:
@@ -42,10 +43,16 @@ def as_text(report: GapReport) -> str:
     return "\n".join(lines)
 
 
+def _sources(report: GapReport) -> str:
+    sides = [side for gap in report.gaps for side in (gap.best_all, gap.best_feasible, gap.chosen)]
+    sources = dict.fromkeys(one.source for one in sides if one is not None)
+    return "; ".join(one for one in sources if not one.startswith("exact")) or "none was needed"
+
+
 def _decision(gap: DecisionGap) -> list[str]:
     head = (
         f"decision {gap.decision} (cache {gap.cache}, {gap.phase or 'before the first step'}, {gap.rows} rows, "
-        f"budget {format_bytes(gap.budget)})"
+        f"limit {format_bytes(gap.limit)})"
     )
     lines = [
         head,

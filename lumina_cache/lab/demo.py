@@ -14,13 +14,14 @@ from rich.table import Table
 from ..apply import Footprint
 from ..audit import read_log
 from ..backend.probe import remembered_probe
-from ..budget import format_bytes, parse_bytes
-from ..cache import CacheView, LuminaCache
+from ..budget import budget_nbytes, format_bytes
+from ..cache import CacheView, LuminaCache, policy_of
 from ..controller import smallest_budget
 from ..gap.gap import gap_of_log
 from ..gap.report import as_text
 from ..layers import leaves
 from ..report import describe
+from ..telemetry import read_once
 from .answer import Answer, arrays_nbytes, chat_tokens
 from .blas import preload_openblas
 from .compare import Drift, Rates, drift, interleaved_rates
@@ -54,11 +55,18 @@ class _Run:
     active: int  #: growth of MLX's active memory over the run, the fork's buffers taken off
 
 
-def run_demo(*, model: str | None, budget: str | None, log: os.PathLike[str] | None, max_tokens: int) -> None:
+def run_demo(
+    *,
+    model: str | None,
+    budget: str | None,
+    policy: str | None = None,
+    log: os.PathLike[str] | None,
+    max_tokens: int,
+) -> None:
     """Run the demonstration and print it. Everything shown was measured in this run, or says that it is simulated."""
     console = Console(highlight=False)
-    if budget is not None:
-        parse_bytes(budget)
+    asked = None if budget is None else budget_nbytes(budget, read_once)
+    policy_of(policy, None)
     blas = preload_openblas()
     with console.status("loading the model"):
         loaded = load_model(model)
@@ -88,7 +96,7 @@ def run_demo(*, model: str | None, budget: str | None, log: os.PathLike[str] | N
 
     console.print("[bold]1. The stock cache[/bold]  prompt_cache=make_prompt_cache(model)")
     stock = _measure(loaded, prompt, lambda: make_prompt_cache(loaded.model), 512, max_tokens, console)
-    budget_bytes = parse_bytes(budget) if budget is not None else _default_budget(loaded, stock)
+    budget_bytes = _default_budget(loaded, stock) if asked is None else asked
 
     console.print(
         f"\n[bold]2. Under a budget[/bold]  prompt_cache=LuminaCache(model, budget={budget_bytes}, log=…)"
@@ -97,7 +105,7 @@ def run_demo(*, model: str | None, budget: str | None, log: os.PathLike[str] | N
     kept: list[LuminaCache] = []
 
     def make() -> LuminaCache:
-        kept.append(LuminaCache(loaded.model, budget=budget_bytes, log=log or True))
+        kept.append(LuminaCache(loaded.model, budget=budget_bytes, policy=policy, log=log or True))
         return kept[0]
 
     lumina = _measure(loaded, prompt, make, None, max_tokens, console)

@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..actions import parse_action
-from ..budget import format_bytes, parse_bytes
-from ..cache import LuminaCache
+from ..budget import budget_nbytes, format_bytes
+from ..cache import LuminaCache, policy_of
 from ..errors import UnsupportedCacheError
 from ..report import describe
+from ..telemetry import read_once
 from .answer import Answer, arrays_nbytes, chat_tokens, generate_answer
 from .models import load_model
 
@@ -39,6 +40,7 @@ def run_prompt(
     model: str | None,
     prompt: str,
     budget: str | None,
+    policy: str | None,
     plan: str | None,
     protect: Sequence[range],
     disk: str | bool | None,
@@ -50,15 +52,22 @@ def run_prompt(
     """Generate from ``prompt`` and print the answer, then what the cache did. Progress goes to standard error."""
     # Before a model is loaded for nothing:
     if budget is not None:
-        parse_bytes(budget)
+        budget_nbytes(budget, read_once)
     action = None if plan is None else parse_action(plan)
+    policy_of(policy, action)
     if action is not None and budget is not None:
         raise UnsupportedCacheError(f"--plan {action} beside --budget {budget}: give one of them")
     console = Console(stderr=True)
     with console.status("loading the model"):
         loaded = load_model(model)
     with LuminaCache(
-        loaded.model, budget=budget, plan=action, protect=protect, disk=disk, log=log or True
+        loaded.model,
+        budget=budget,
+        policy=policy,
+        plan=action,
+        protect=protect,
+        disk=disk,
+        log=log or True,
     ) as cache:
         tokens = chat_tokens(loaded.tokenizer, prompt, raw=raw)
         answer = stream(loaded, tokens, cache, max_tokens=max_tokens, console=console, show=not as_json)

@@ -1,0 +1,202 @@
+"""Looks at the machine, weighs what could be done, asks the policy, and writes the decision down."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .actions import ACTION_SPACE_VERSION, Action, Evict, Keep, Quantize
+from .audit import AuditLog
+from .backend.capabilities import BackendProfile
+from .backend.feasibility import Reason
+from .policy import (
+    Candidate,
+    Decision,
+    Limit,
+    LimitKeeper,
+    Policy,
+    State,
+    Weights,
+    candidates_for,
+    plans_for,
+    price_of_time,
+    weigh,
+)
+from .profile import Profile
+from .telemetry import Snapshot
+
+__all__ = ["Decider"]
+
+
+@dataclass
+class Decider:
+    """The policy with everything it needs but the layers, which belong to the controller."""
+
+    policy: Policy
+    budget: int | None
+    read_machine: Callable[[], Snapshot | None]
+    log: AuditLog
+    find_profile: Callable[[], Profile]
+    weights: Weights = field(default=Weights())
+    keeper: LimitKeeper = field(init=False)
+    limit: Limit = field(init=False)
+    machine: Snapshot | None = None
+    number: int = 0  #: of the last decision
+    chosen: Candidate | None = None  #: of the last decision
+    _signs: tuple[object, ...] | None = None
+    _profile: Profile | None = None
+    _errors: list[float] = field(
+        default_factory=list
+    )  #: ln(observed/predicted) of peaks that could be observed
+
+    def __post_init__(self) -> None:
+        self.keeper = LimitKeeper(self.budget)
+        self.limit = Limit(self.budget, "the budget")
+
+    def copy(self, log: AuditLog) -> Decider:
+        """For a copy of the cache: the same limits, another log."""
+        new = replace(self, log=log)
+        new.keeper, new.limit, new._profile = self.keeper, self.limit, self._profile
+        new._errors = list(self._errors)
+        return new
+
+    def news(self) -> bool:
+        """Whether the machine has been read since the last look; only where reading costs nothing."""
+        return self.read_machine() is not self.machine
+
+    def learn(self, observed_peak: int | None) -> None:
+        """Take down how far off the peak predicted for the last decision was, where it could be observed."""
+        if self.chosen is not None and observed_peak is not None and self.chosen.nbytes_peak > 0:
+            self._errors.append(math.log(max(1, observed_peak) / self.chosen.nbytes_peak))
+
+    @property
+    def prediction_error(self) -> tuple[float, float]:
+        """Mean and spread of ln(observed/predicted) peak bytes; zeros as long as too few were observed."""
+        if len(self._errors) < 2:
+            return 0.0, 0.0
+        return statistics.fmean(self._errors), statistics.stdev(self._errors)
+
+    @property
+    def profile(self) -> Profile:
+        if self._profile is None:
+            self._profile = self.find_profile()
+        return self._profile
+
+    def fit(self, group_size: int | None) -> None:
+        """Use codecs whose groups divide this model's head dims."""
+        if group_size is not None:
+            self._profile = self.profile.for_groups_of(group_size)
+
+    def look(self, held: int) -> Limit:
+        """See how the machine is; returns what ``held`` bytes may grow to, or must fall to."""
+        self.machine = self.read_machine()
+        signs = signs_of(self.machine)
+        if self.machine is not None and signs != self._signs:
+            self.log.write("telemetry", change=None, snapshot=self.machine.to_record())
+        self._signs = signs
+        self.keeper, self.limit = self.keeper.after(self.machine, held)
+        return self.limit
+
+    def seen(self, machine: Snapshot | None) -> None:
+        """``machine`` is in the log already."""
+        self._signs = signs_of(machine)
+
+    def decide(
+        self,
+        state: State,
+        backend: BackendProfile,
+        trigger: str,
+        against: Callable[[Action], tuple[Reason, ...]] = lambda action: (),
+    ) -> Decision:
+        """Ask the policy; what it may not do becomes keeping everything, with a warning.
+
+        Args:
+            against: more reasons against an action than the classifier knows of.
+        """
+        start = time.perf_counter()
+        machine = self.machine
+        state = replace(
+            state,
+            prediction_error=self.prediction_error,
+            available=None if machine is None else machine.memory_available_bytes,
+            weights=price_of_time(machine, self.weights),
+            machine=None if machine is None else machine.to_record(),
+        )
+        candidates = tuple(
+            replace(c, reasons=c.reasons + more) if (more := against(c.action)) else c
+            for c in self._candidates(state, backend)
+        )
+        decision = self._ask(state, candidates)
+        chosen = next((c for c in candidates if c.action == decision.action), None)
+        if chosen is None or not chosen.feasible:
+            self._warn(
+                "policy_chose_infeasible",
+                f"policy {self.policy.name} chose {decision.action}, which is not a feasible candidate; "
+                "keeping everything",
+            )
+            decision = Decision(Keep(), "the policy's choice was not feasible")
+        self.chosen = chosen
+        self.number += 1
+        self.log.write(
+            "decision",
+            decision=self.number,
+            trigger=trigger,
+            state=state.to_record(),
+            candidates=[c.to_record() for c in candidates],
+            action_space=ACTION_SPACE_VERSION,
+            profile=self.profile.name,
+            chosen=str(decision.action),
+            why=decision.why,
+            seconds=time.perf_counter() - start,
+        )
+        return decision
+
+    def _candidates(self, state: State, backend: BackendProfile) -> tuple[Candidate, ...]:
+        profile = self.profile
+        found = weigh(state, candidates_for(state, profile), backend, profile)
+        feasible = [c.action for c in found if c.feasible and isinstance(c.action, Quantize)]
+        plans = plans_for(state, profile, feasible, _best_scorer(found))
+        return (*found, *weigh(state, (), backend, profile, plans)) if plans else found
+
+    def _ask(self, state: State, candidates: tuple[Candidate, ...]) -> Decision:
+        try:
+            decision = self.policy.decide(state, candidates)
+            if not isinstance(decision, Decision):
+                raise TypeError(f"decide() returned {decision!r}, not a Decision")
+            return decision
+        except Exception as error:  # a user's policy must not break generation
+            self._warn(
+                "policy_failed",
+                f"policy {self.policy.name}: {type(error).__name__}: {error}; keeping everything",
+            )
+            return Decision(Keep(), "the policy raised an exception")
+
+    def _warn(self, code: str, text: str) -> None:
+        self.log.write("warning", code=code, text=text)
+
+
+def _best_scorer(candidates: tuple[Candidate, ...]) -> str | None:
+    """The feasible scorer that is expected to lose least."""
+    evictions = [
+        (c.inputs.kl, first.scorer)
+        for c in candidates
+        if c.feasible and isinstance(first := c.action.parts[0], Evict) and c.inputs.kl is not None
+    ]
+    return min(evictions)[1] if evictions else None
+
+
+def signs_of(machine: Snapshot | None) -> tuple[Any, ...] | None:
+    """What of a snapshot decisions turn on."""
+    if machine is None:
+        return None
+    swapping = machine.swap_out_bytes_per_second
+    return (
+        machine.pressure_level,
+        machine.thermal_state,
+        machine.low_power_mode,
+        swapping is not None and swapping > 0,
+    )

@@ -1,0 +1,527 @@
+"""What is weighed in a state: actions with a figure of quality, solved for the bytes that may be held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+from ..actions import DEFAULT_SINKS, Action, Composite, Evict, Keep, Plan, Quantize, Reclaim, singles
+from ..allocate import Option, allocate
+from ..backend.capabilities import BackendProfile
+from ..backend.feasibility import Reason, classify
+from ..codecs import Layout
+from ..codecs.base import grown_capacity
+from ..estimate import (
+    Held,
+    after_action,
+    after_append,
+    carried_out,
+    dense_row_nbytes,
+    held_within,
+    kept_of,
+    layout_of,
+    nbytes_allocated,
+    nbytes_live,
+    parts_carried_out,
+    rows_left,
+    scoring_nbytes,
+    uneven,
+)
+from ..evolve import evolve
+from ..profile import CodecFigure, EvictionFigure, Profile
+from .expected import Expected, Stored, evicted, own_seconds, stored
+from .score import Inputs, score
+from .values import Candidate, Group, State
+
+__all__ = ["PlannedLayers", "candidates_for", "grouped", "next_layers", "plans_for", "rows_that_fit", "weigh"]
+
+#: Shares of the tokens seen that rows are cut to where a plan gives every layer a codec of its own.
+PLAN_SHARES = (1.0, 0.75, 0.5, 0.25)
+
+#: Most layers whose codecs are chosen by exact search; beyond, an exact search would take longer than it gains.
+SEARCHED_EXACTLY = 16
+
+#: What makes two layers equal, their names and numbers apart.
+_ALIKE = attrgetter(
+    "kind", "rows", "capacity", "offset", "key_width", "value_width", "itemsize", "layout", "heads", "tail",
+    "tail_capacity", "on_disk", "head", "evicted", "max_size", "keep", "fixed_nbytes", "token_nbytes",
+)  # fmt: skip
+
+
+def next_layers(layers: Iterable[Held], tokens: int) -> tuple[Held, ...]:
+    """The layers after the coming step and one token more, so that an action's room outlasts a chunk."""
+    return after_append(after_append(layers, tokens), 1)
+
+
+def grouped(state: State, profile: Profile) -> tuple[Group, ...]:
+    """Equal layers counted, with the sum of their sensitivities."""
+    if not state.each:
+        return tuple(Group(one, one.count) for one in state.layers)
+    depth = _depth(state)
+    found: dict[tuple[object, ...], tuple[Held, int, float]] = {}
+    for one in state.each:
+        key = _ALIKE(one)
+        first, count, weight = found.get(key, (one, 0, 0.0))
+        found[key] = first, count + 1, weight + profile.weight(one.index, depth)
+    return tuple(Group(evolve(first, count=n, index=-1), weight) for first, n, weight in found.values())
+
+
+def _depth(state: State) -> int:
+    """How many layers the model has."""
+    return 1 + max((one.index for one in state.each), default=-1)
+
+
+# -- how many rows fit ----------------------------------------------------------------------------------------------
+
+
+def rows_that_fit(state: State, limit: int, codec: Quantize | None) -> int:
+    """The most rows that an eviction, and ``codec`` after it, may leave to stay within ``limit`` bytes.
+
+    Bytes are those after the coming step and one token more; 0 if no number of rows is few enough. Plain numbers, without
+    building values: it is asked once for every codec in every decision. ``codec`` None stands for rows as they are
+    stored.
+    """
+    ours = [one for one in state.layers if one.changeable]
+    others: Iterable[Held] = [one for one in state.layers if not one.changeable]
+    if codec is not None:
+        others = after_action(others, codec)
+    fixed = nbytes_allocated(next_layers(others, state.tokens))
+
+    stores = [_Store.of(one, codec) for one in ours]
+
+    def nbytes_with(rows: int) -> int:
+        return fixed + sum(store.nbytes_next(rows, state) for store in stores)
+
+    low, high = 0, max((one.rows for one in ours), default=0)
+    low_bytes, high_bytes = fixed, nbytes_with(high)
+    if high_bytes <= limit:
+        return high
+    while high - low > 1:
+        # Bytes are close to linear in rows: guess there first, and halve where that does not help.
+        guess = low + int((limit - low_bytes) * (high - low) / max(1, high_bytes - low_bytes))
+        for rows in {
+            min(high - 1, max(low + 1, guess)),
+            min(high - 1, max(low + 1, guess + 1)),
+            (low + high) // 2,
+        }:
+            if not low < rows < high:
+                continue
+            nbytes = nbytes_with(rows)
+            if nbytes <= limit:
+                low, low_bytes = rows, nbytes
+            else:
+                high, high_bytes = rows, nbytes
+    return low
+
+
+@dataclass(frozen=True)
+class _Store:
+    """Equal layers, and how they will be stored."""
+
+    held: Held
+    codec: Quantize | None
+    layout: Layout
+    row: int  #: bytes of one sealed row then
+    dense_row: int
+
+    @classmethod
+    def of(cls, held: Held, codec: Quantize | None) -> _Store:
+        layout = held.layout if codec is None else layout_of(codec)
+        row = layout.row_nbytes(held.key_width, held.value_width, held.itemsize)
+        return cls(held, codec, layout, row, dense_row_nbytes(held))
+
+    def nbytes_next(self, rows: int, state: State) -> int:
+        """Bytes after an eviction to ``rows`` rows, the codec, a step of the state's tokens, and one token more."""
+        one, layout = self.held, self.layout
+        if one.on_disk:
+            eviction = Evict("sinks_window", rows=max(1, rows))
+            action = eviction if self.codec is None else Composite((eviction, self.codec))
+            return nbytes_allocated(next_layers(after_action([one], action, state.protect), state.tokens))
+        head, tail, capacity, room = one.head, one.tail, one.capacity, one.tail_capacity
+        sealed = one.rows - head - tail
+        if rows < one.rows:
+            in_tail, kept = kept_of(one, max(1, rows), DEFAULT_SINKS, state.protect)
+            if head + in_tail + kept < one.rows:
+                tail, sealed, capacity = in_tail, kept, kept
+        held = head + tail + sealed
+        if layout is not one.layout and layout != one.layout:
+            head = min(layout.sinks, held)
+            capacity = sealed = layout.sealable(held - head)
+            tail, room = held - head - sealed, layout.tail_capacity
+        for n in (state.tokens, 1):
+            if n == 0:
+                continue
+            first = min(n, layout.sinks - head) if held == head < layout.sinks else 0
+            head, tail, held, room = head + first, tail + n - first, held + n, layout.tail_capacity
+            more = layout.sealable(tail)
+            capacity = grown_capacity(sealed, capacity, more)
+            sealed, tail = sealed + more, tail - more
+        return one.count * (capacity * self.row + (head + room) * self.dense_row + one.fixed_nbytes)
+
+
+# -- what is weighed ------------------------------------------------------------------------------------------------
+
+
+def candidates_for(state: State, profile: Profile) -> tuple[Action, ...]:
+    """Actions with a figure of quality: every codec, every scorer, and the two together.
+
+    Evictions are solved for: just as many rows as the limit holds, for rows as they are stored now and for every codec.
+    A coarse grid of ratios would throw away rows that fit. Codecs that hold every row within the limit stand alone.
+    """
+    codecs = [one.action for one in profile.codecs]
+    found: list[Action] = [Keep(), Reclaim(), *codecs]
+    limit = state.limit.nbytes
+    if limit is None:
+        return tuple(found)
+    held = max((one.rows for one in state.layers if one.changeable), default=0)
+    usable = [one for one in profile.evictors if state.evicted_by in (None, one.scorer)]
+    for codec in (None, *codecs):
+        if codec is not None and codec.layout is None:
+            continue
+        rows = _even(state, rows_that_fit(state, limit, codec))
+        if 0 < rows < held:
+            evictions = [_evict(figure, rows) for figure in usable]
+            found += evictions if codec is None else [Composite((e, codec)) for e in evictions]
+    return tuple(found)
+
+
+def _even(state: State, rows: int) -> int:
+    """As many rows or a few less, so that an eviction leaves every layer with the same number, if there is one."""
+    layers = uneven(state.layers)
+    for _ in range(4):
+        left = rows_left(layers, Evict("sinks_window", rows=max(1, rows)), state.protect)
+        if len(left) < 2 or min(left) >= rows:
+            break
+        rows = min(left)
+    return rows
+
+
+def _evict(figure: EvictionFigure, rows: int) -> Evict:
+    return Evict(figure.scorer, rows=rows, recent=min(figure.recent, rows // 2))
+
+
+@dataclass(frozen=True)
+class PlannedLayers:
+    """A plan with the layers as they are after it and the peak on the way, so that nothing is worked out again."""
+
+    plan: Plan
+    groups: tuple[Group, ...]
+    nbytes_peak: int
+
+
+def plans_for(
+    state: State, profile: Profile, feasible: Sequence[Quantize], scorer: str | None
+) -> tuple[PlannedLayers, ...]:
+    """Plans that give every layer a codec of its own, by the layers' sensitivity: one for each share of rows kept.
+
+    Args:
+        feasible: codecs that this backend can execute on every layer.
+        scorer: for the plans that evict as well; None: no plan does.
+    """
+    if state.limit.nbytes is None or not feasible or not profile.sensitivity:
+        return ()
+    units: dict[int, list[Held]] = {}
+    others = []
+    for one in state.each:
+        if one.changeable and one.index >= 0:
+            units.setdefault(one.index, []).append(one)
+        else:
+            others.append(one)
+    if len(units) < 2:
+        return ()
+    # Codecs that encode rows several together would leave layers that later evictions cannot cut to equal rows.
+    figures = [
+        figure
+        for codec in feasible
+        if (figure := profile.codec(codec)) is not None and layout_of(codec).block == 1
+    ]
+    eviction = None if scorer is None else profile.evictor(scorer)
+    each = [one for unit in units.values() for one in unit]
+    offset, held = max(one.offset for one in each), max(one.rows for one in each)
+    planner = _Planner(
+        state,
+        profile,
+        tuple(sorted(units.items())),
+        tuple(others),
+        figures,
+        tuple(profile.weight(index, _depth(state)) for index in sorted(units)),
+        state.limit.nbytes - nbytes_allocated(next_layers(others, state.tokens)),
+    )
+    found = []
+    for share in PLAN_SHARES:
+        rows = _even(state, round(share * offset))
+        if share < 1.0 and (eviction is None or not 0 < rows < held):
+            continue
+        planned = planner.plan(None if share == 1.0 or eviction is None else _evict(eviction, rows))
+        if planned is not None:
+            found.append(planned)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """One thing that the caches of a layer could do."""
+
+    action: Action
+    nbytes_next: int
+    kl: float  #: before the layer's sensitivity
+
+
+@dataclass(frozen=True)
+class _Done:
+    """What comes of a choice."""
+
+    after: tuple[Held, ...]
+    saved: int  #: bytes allocated before less after it
+    peak: int  #: most bytes on the way beyond those allocated before
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """What is the same for every share of rows."""
+
+    state: State
+    profile: Profile
+    units: tuple[
+        tuple[int, list[Held]], ...
+    ]  #: number of a layer, and its caches (models may have several in one)
+    others: tuple[Held, ...]
+    figures: Sequence[CodecFigure]
+    weights: tuple[float, ...]
+    room: int  #: bytes
+
+    def plan(self, evict: Evict | None) -> PlannedLayers | None:
+        """The codecs that lose least in all within the room; None if there are none, or all are the same."""
+        kinds: dict[tuple[object, ...], list[_Choice]] = {}
+        choices: list[list[_Choice]] = []
+        for _, unit in self.units:
+            key = tuple(_ALIKE(one) for one in unit)
+            if key not in kinds:
+                kinds[key] = self._choices(unit, evict)
+            choices.append(kinds[key])
+        options = [
+            [Option(one.nbytes_next, one.kl * weight) for one in each]
+            for each, weight in zip(choices, self.weights, strict=True)
+        ]
+        if not all(options):
+            return None
+        found = allocate(options, self.room, exact=len(self.units) <= SEARCHED_EXACTLY)
+        if found is None:
+            return None
+        chosen = [each[j] for each, j in zip(choices, found.chosen, strict=True)]
+        if len({one.action for one in chosen}) < 2:
+            return None  # the same for all: that is among the other candidates
+        plan = Plan(_ranges([(unit[0], one.action) for unit, one in zip(self.units, chosen, strict=True)]))
+        done = self._all_done(chosen)
+        return PlannedLayers(plan, self._groups(chosen, done), self._peak(chosen, done))
+
+    def _all_done(self, chosen: Sequence[_Choice]) -> dict[int, _Done]:
+        done: dict[int, _Done] = {}  # equal layers share their choices
+        for (_, unit), one in zip(self.units, chosen, strict=True):
+            if id(one) not in done:
+                done[id(one)] = self._done(unit, one.action)
+        return done
+
+    def _choices(self, unit: Sequence[Held], evict: Evict | None) -> list[_Choice]:
+        """Everything that these caches could do, without what another choice beats in bytes and loss alike."""
+        figures = [self.profile.by_layout.get(one.layout) for one in unit]
+        known = all(f is not None or one.layout.dense for f, one in zip(figures, unit, strict=True))
+        stay = [(None, sum(f.kl for f in figures if f is not None))] if known else []
+        coded = [
+            (f.action, f.kl * len(unit))
+            for f in self.figures
+            if not any(_coarser_already(one, f.action) for one in unit)
+        ]
+        found = sorted(
+            ((self._nbytes_next(unit, evict, codec), kl, codec) for codec, kl in (*stay, *coded)),
+            key=lambda one: one[:2],
+        )
+        front: list[_Choice] = []
+        for nbytes, kl, codec in found:
+            if not front or kl < front[-1].kl:
+                parts: tuple[Action, ...] = tuple(part for part in (evict, codec) if part is not None)
+                action = Keep() if not parts else parts[0] if len(parts) == 1 else Composite(parts)
+                front.append(_Choice(action, nbytes, kl))
+        return front
+
+    def _nbytes_next(self, unit: Sequence[Held], evict: Evict | None, codec: Quantize | None) -> int:
+        return sum(
+            _Store.of(one, codec).nbytes_next(
+                one.rows if evict is None else evict.rows_kept(one.rows), self.state
+            )
+            for one in unit
+        )
+
+    def _done(self, unit: Sequence[Held], action: Action) -> _Done:
+        before = total = nbytes_allocated(unit)
+        peak, after = 0, []
+        for one in unit:
+            own = nbytes_allocated([one])
+            [done], most = carried_out([one], action, self.state.protect)
+            peak = max(peak, total - own + most - before)
+            total += nbytes_allocated([done]) - own
+            after.append(done)
+        return _Done(tuple(after), before - total, peak)
+
+    def _groups(self, chosen: Sequence[_Choice], done: Mapping[int, _Done]) -> tuple[Group, ...]:
+        sums: dict[int, tuple[int, float]] = {}
+        for one, weight in zip(chosen, self.weights, strict=True):
+            count, so_far = sums.get(id(one), (0, 0.0))
+            sums[id(one)] = count + 1, so_far + weight
+        ours = [
+            Group(evolve(held, count=n, index=-1), weight)
+            for key, (n, weight) in sums.items()
+            for held in done[key].after
+        ]
+        depth = _depth(self.state)
+        return (*ours, *(Group(one, self.profile.weight(one.index, depth)) for one in self.others))
+
+    def _peak(self, chosen: Sequence[_Choice], done: Mapping[int, _Done]) -> int:
+        """Layer by layer, in the order in which a plan is carried out."""
+        total = peak = nbytes_allocated(self.state.layers)
+        for one in chosen:
+            peak = max(peak, total + done[id(one)].peak)
+            total -= done[id(one)].saved
+        return peak
+
+
+def _coarser_already(held: Held, codec: Quantize) -> bool:
+    keys, values = held.layout.keys.code_bits, held.layout.values.code_bits
+    now = (keys if keys is not None else 99, values if values is not None else 99)
+    wanted = (codec.key_bits, codec.value_bits)
+    return wanted == now or wanted[0] > now[0] or wanted[1] > now[1]
+
+
+def _ranges(chosen: Iterable[tuple[int, Action]]) -> tuple[tuple[tuple[int, int], Action], ...]:
+    """Runs of neighbouring layers with the same action; layers that are kept as they are need no name."""
+    runs: list[tuple[int, int, Action]] = []
+    for index, action in chosen:
+        if runs and runs[-1][1] == index - 1 and runs[-1][2] == action:
+            runs[-1] = (runs[-1][0], index, action)
+        elif not isinstance(action, Keep):
+            runs.append((index, index, action))
+    return tuple(((first, last), action) for first, last, action in runs)
+
+
+# -- weighing -------------------------------------------------------------------------------------------------------
+
+
+def weigh(
+    state: State,
+    actions: Iterable[Action],
+    backend: BackendProfile,
+    profile: Profile,
+    planned: Sequence[PlannedLayers] = (),
+) -> tuple[Candidate, ...]:
+    """Bytes, score terms and reasons for every action, and for every plan that was worked out."""
+    verdicts = classify(
+        [*actions, *(one.plan for one in planned)],
+        backend,
+        state.layers,
+        available=state.available,
+        rows_must_stay=state.rows_must_stay,
+        pinned=held_within(state.protect, state.layers),
+        protect=state.protect,
+    )
+    plans = {id(one.plan): one for one in planned}
+    same = Inputs(
+        nbytes_next=0,
+        nbytes_peak=0,
+        limit=state.limit.nbytes,
+        memory=None if state.available is None else nbytes_allocated(state.layers) + state.available,
+        kl=None,
+        p95=None,
+        source="",
+        step_seconds=profile.step_seconds,
+        horizon=state.horizon,
+        error_mean=state.prediction_error[0],
+        error_spread=state.prediction_error[1],
+    )
+    groups, touched = grouped(state, profile), nbytes_live(state.layers)
+    weighing = _Weighing(state, profile, groups, touched, _depth(state), same, {}, plans)
+    return tuple(weighing.candidate(v.action, v.reasons) for v in verdicts)
+
+
+@dataclass(frozen=True)
+class _After:
+    """What depends on how many rows stay and how they are stored, not on which ones: actions share it."""
+
+    stored: Stored
+    nbytes_next: int
+    nbytes_peak: int  #: while rows are moved and encoded
+    nbytes_before: int = 0  #: most bytes allocated before or after the first part
+    chosen_from: tuple[Held, ...] = ()  #: layers that the first part takes rows from
+
+    def peak_with(self, first: Action) -> int:
+        """The peak where the rows that stay are chosen by ``first``."""
+        if not isinstance(first, Evict):
+            return self.nbytes_peak
+        scoring = max((scoring_nbytes(one, first) for one in self.chosen_from), default=0)
+        return max(self.nbytes_peak, self.nbytes_before + scoring)
+
+
+@dataclass(frozen=True)
+class _Weighing:
+    state: State
+    profile: Profile
+    groups: tuple[Group, ...]
+    touched: int
+    depth: int
+    same: Inputs  #: what is the same for every action
+    known: dict[object, _After]
+    plans: Mapping[int, PlannedLayers]
+
+    def candidate(self, action: Action, reasons: tuple[Reason, ...]) -> Candidate:
+        state = self.state
+        after = self._after(action)
+        parts = singles(action) if isinstance(action, Plan) else action.parts
+        scorer = next((p.scorer for p in parts if isinstance(p, Evict)), state.evicted_by)
+        figures: Expected = evicted(after.stored, self.profile, scorer)
+        inputs = evolve(
+            self.same,
+            nbytes_next=after.nbytes_next,
+            nbytes_peak=after.peak_with(action.parts[0]),
+            kl=figures.kl,
+            p95=figures.p95,
+            source=figures.source,
+            time_ratio=figures.time_ratio,
+            own_seconds=own_seconds(action, self.touched, self.profile, self.depth),
+        )
+        return Candidate(action, reasons, inputs, score(inputs, state.weights))
+
+    def _after(self, action: Action) -> _After:
+        key = id(action) if isinstance(action, Plan) else (_storage(action.parts[0]), *action.parts[1:])
+        if key not in self.known:
+            self.known[key] = self._work_out(action)
+        return self.known[key]
+
+    def _work_out(self, action: Action) -> _After:
+        planned = self.plans.get(id(action))
+        if planned is not None:
+            return self._leaving(planned.groups, planned.nbytes_peak)
+        if isinstance(action, Plan):
+            each, peak = carried_out(self.state.each, action, self.state.protect)
+            return self._leaving(grouped(replace(self.state, each=each), self.profile), peak)
+        held, protect = tuple(group.held for group in self.groups), self.state.protect
+        first, *rest = action.parts
+        before, chosen_from = nbytes_allocated(held), tuple[Held, ...]()
+        if isinstance(first, Evict):
+            first = evolve(first, scorer="sinks_window")  # which takes no more room than any
+            cut = after_action(held, first, protect)
+            before = max(before, nbytes_allocated(cut))
+            chosen_from = tuple(a for a, b in zip(held, cut, strict=True) if a != b)
+        layers, peak = parts_carried_out(held, (first, *rest), protect)
+        after = tuple(Group(one, g.weight) for one, g in zip(layers, self.groups, strict=True))
+        return self._leaving(after, peak, before, chosen_from)
+
+    def _leaving(
+        self, after: Sequence[Group], peak: int, before: int = 0, chosen_from: tuple[Held, ...] = ()
+    ) -> _After:
+        nbytes = nbytes_allocated(next_layers((g.held for g in after), self.state.tokens))
+        return _After(stored(after, self.profile), nbytes, peak, before, chosen_from)
+
+
+def _storage(part: Action) -> object:
+    """What of the first part decides how rows are stored afterwards, and how many."""
+    return (part.rows, part.ratio, part.sinks) if isinstance(part, Evict) else part

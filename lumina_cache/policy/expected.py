@@ -1,0 +1,107 @@
+"""What a cache held in a certain way costs, from a profile's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..actions import Action, Evict, Offload, Plan, Quantize, Reclaim
+from ..estimate import LANE_KINDS
+from ..profile import Profile
+from .values import Group
+
+__all__ = ["Expected", "Stored", "evicted", "own_seconds", "stored"]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Expected mean KL and its 95th percentile (nats per token), and the ratio of a decode step's time to the dense one's.
+
+    None with the reason in ``source`` where the profile has no figure.
+    """
+
+    kl: float | None
+    p95: float | None
+    time_ratio: float | None
+    source: str
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The part that depends on how rows are stored, not on which of them are left."""
+
+    expected: Expected
+    kept: float  #: least share of the tokens seen whose rows a layer still holds; 1 where none is missing
+
+
+def stored(groups: Sequence[Group], profile: Profile) -> Stored:
+    """What storing layers like this costs, apart from missing rows.
+
+    ``KL = Σ weight·KL(codec) / layers``: the damages of the layers' codecs add up, weighted by their sensitivity.
+    """
+    ours = [g for g in groups if g.held.rows > 0 and (g.held.kind == "kv" or g.held.kind in LANE_KINDS)]
+    total = sum(g.held.count for g in ours)
+    if not total:
+        return Stored(Expected(0.0, 0.0, 1.0, "exact: no rows were changed"), 1.0)
+    kept = min(
+        (g.held.rows / g.held.offset for g in ours if g.held.kind == "kv" and g.held.evicted), default=1.0
+    )
+    kl = p95 = 0.0
+    time: float | None = 0.0
+    source = "exact: dense and complete"
+    for group in ours:
+        one = group.held
+        if one.on_disk:
+            return Stored(
+                Expected(None, None, None, "no figure for rows that every step reads back from disk"), kept
+            )
+        ratio: float | None = 1.0
+        if not one.layout.dense:
+            figure = profile.by_layout.get(one.layout)
+            if figure is None:
+                return Stored(Expected(None, None, None, f"no figure for {one.layout}"), kept)
+            source, ratio = source_of(profile), figure.time_at(one.rows)
+            kl, p95 = kl + figure.kl * group.weight / total, p95 + figure.p95 * group.weight / total
+        time = None if time is None or ratio is None else time + ratio * one.count / total
+    return Stored(Expected(kl, p95, time, source), kept)
+
+
+def evicted(base: Stored, profile: Profile, scorer: str | None) -> Expected:
+    """The same with the damage of the missing rows, which were dropped by ``scorer``."""
+    x = base.expected
+    if base.kept >= 1.0 or x.kl is None or x.p95 is None:
+        return x
+    figure = None if scorer is None else profile.evictor(scorer)
+    if figure is None:
+        return Expected(None, None, None, f"no figure for evicting by {scorer}")
+    lost, tail = figure.at(base.kept)
+    return Expected(x.kl + lost, x.p95 + tail, x.time_ratio, source_of(profile))
+
+
+def source_of(profile: Profile) -> str:
+    return f"borrowed: {profile.name}" if profile.borrowed else f"calibrated: {profile.name}"
+
+
+def own_seconds(action: Action, touched: int, profile: Profile, layers: int = 1) -> float | None:
+    """Seconds that carrying out ``action`` takes: measured seconds per byte times the ``touched`` bytes held before it.
+
+    Args:
+        layers: how many the model has; a plan touches its share of them.
+    """
+    if isinstance(action, Plan):
+        total = 0.0
+        for (first, last), own in action.assignments:
+            seconds = own_seconds(own, touched, profile)
+            if seconds is None:
+                return None
+            total += seconds * (last - first + 1) / max(1, layers)
+        return total
+    rates = [
+        profile.seconds_per_byte.get(family)
+        for part in action.parts
+        if (family := _FAMILY.get(type(part))) is not None
+    ]
+    return None if None in rates else touched * sum(rate for rate in rates if rate is not None)
+
+
+_FAMILY: dict[type[Action], str] = {Evict: "evict", Quantize: "quant", Offload: "offload", Reclaim: "evict"}

@@ -1,0 +1,117 @@
+"""Score of an action in a state, from its inputs, and nothing else: any logged decision can be recomputed.
+
+``Score(a, s) = −(Q + λ_T·T + λ_R·R)`` in points; the full cache with room to spare scores 0.
+
+- Q = D/0.02 + ½·max(0, p95 − 4·D)/0.02 with D the mean KL to the full cache (nats per token) and p95 its 95th
+  percentile over tokens. One point is about the damage of plain 4-bit rows.
+- T = ln(t_a/t_0)/ln 1.1 with t_a = the action's own seconds + H decode steps after it, t_0 = H steps of the dense, full
+  cache. One point is 10 % slower.
+- R = 100·P(overflow): of what is held after the action and the next step, which is predicted exactly, so that P is 0 or
+  1; and of the peak while it is carried out, which is predicted with the errors of past predictions.
+
+A term whose input is unknown is unknown, and is left out of the sum; the score says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+__all__ = ["KL_PER_POINT", "OVERFLOW_POINTS", "Inputs", "Score", "Weights", "score"]
+
+KL_PER_POINT = 0.02
+OVERFLOW_POINTS = 100.0
+TIME_PER_POINT = math.log(1.1)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """λ of the score's terms."""
+
+    time: float = 1.0
+    risk: float = 1.0
+
+    def to_record(self) -> dict[str, float]:
+        return {"time": self.time, "risk": self.risk}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything that an action's score depends on."""
+
+    nbytes_next: int  #: allocated bytes after the action, the next step and one token more
+    nbytes_peak: int  #: most bytes allocated while it is carried out
+    limit: int | None  #: bytes that may be allocated after it; None: no limit
+    memory: int | None  #: bytes that may be allocated while it is carried out; None: not known
+    kl: float | None  #: mean KL to the full cache, nats per token
+    p95: float | None
+    source: str  #: where the figures come from, or why there is none
+    time_ratio: float | None = None  #: of a decode step after it, over one of the dense, full cache
+    own_seconds: float | None = None  #: of the action itself
+    step_seconds: float | None = None  #: of a decode step of the dense, full cache
+    horizon: int = 1  #: decode steps that it is held for
+    error_mean: float = 0.0  #: of ln(observed/predicted) peak bytes so far
+    error_spread: float = 0.0
+
+    def to_record(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Inputs:
+        return cls(**record)
+
+
+@dataclass(frozen=True)
+class Score:
+    """The terms in points, and their sum with its sign; None where a term is unknown."""
+
+    quality: float | None
+    time: float | None
+    risk: float
+    total: float | None  #: None while the quality is unknown
+
+    def to_record(self) -> dict[str, Any]:
+        return {"total": self.total, "Q": self.quality, "T": self.time, "R": self.risk}
+
+
+def score(inputs: Inputs, weights: Weights = Weights()) -> Score:
+    """The one place where the terms are put together."""
+    quality, time, risk = _quality(inputs), _time(inputs), _risk(inputs)
+    if quality is None:
+        return Score(None, time, risk, None)
+    return Score(quality, time, risk, -(quality + weights.time * (time or 0.0) + weights.risk * risk) + 0.0)
+
+
+def _quality(x: Inputs) -> float | None:
+    if x.kl is None:
+        return None
+    tail = 0.0 if x.p95 is None else max(0.0, x.p95 - 4 * x.kl) / 2
+    return (x.kl + tail) / KL_PER_POINT
+
+
+def _time(x: Inputs) -> float | None:
+    if x.time_ratio is None:
+        return None
+    own = 0.0
+    if x.own_seconds and x.step_seconds:
+        own = x.own_seconds / (x.step_seconds * max(1, x.horizon))
+    return math.log(x.time_ratio + own) / TIME_PER_POINT + 0.0
+
+
+def _risk(x: Inputs) -> float:
+    held = x.limit is not None and x.nbytes_next > x.limit
+    return OVERFLOW_POINTS * max(float(held), _exceeds(x.nbytes_peak, x.memory, x.error_mean, x.error_spread))
+
+
+def _exceeds(predicted: int, memory: int | None, mean: float, spread: float) -> float:
+    """P(observed > memory) with ln(observed/predicted) normal; a step where predictions have not been off yet."""
+    if memory is None or predicted <= 0:
+        return 0.0
+    if memory <= 0:
+        return 1.0
+    margin = math.log(memory / predicted) - mean
+    if spread <= 0:
+        return float(margin < 0)
+    return 0.5 * math.erfc(margin / spread / math.sqrt(2))
