@@ -938,9 +938,9 @@ def smallest_budget(probe: ModelProbe, pinned: int = 0) -> int:
     """Fewest bytes that this model's cache can be held in from the first token on, for any number of tokens.
 
     Two needs: the first token, for which mlx-lm allocates a whole growth step of dense rows; and the steady state,
-    :data:`FEWEST_ROWS` dense rows per layer, with sliding windows and attention chunks full and recurrent state counted.
-    ``pinned`` rows that must stay come on top of those. Codecs could hold less, but whether a model's rows bear one is
-    known only when they are there.
+    :data:`FEWEST_ROWS` rows per layer, packed where the model reads packed rows, with sliding windows and attention chunks
+    full and dense and recurrent state counted. ``pinned`` rows that must stay come on top of those. Other codecs could hold
+    less, but whether a model's rows bear them is known only when they are there.
 
     Raises:
         BudgetError: if some layer grows without bound and cannot be kept from it on this backend.
@@ -959,7 +959,14 @@ def smallest_budget(probe: ModelProbe, pinned: int = 0) -> int:
             )
     first = nbytes_allocated(after_append((emptied(one) for one in probe.layers), 1))
     steady = [_at_least(one, FEWEST_ROWS + pinned) for one in probe.layers]
-    return max(first, nbytes_allocated(after_append(steady, 1)))
+    plans: list[Action] = [Keep()]
+    if probe.group_size is not None:
+        plans += [
+            Quantize("affine", bits, bits, probe.group_size)
+            for bits in (8, 4)
+            if profile.has(packed_attention(bits, probe.group_size))
+        ]
+    return max(first, min(nbytes_allocated(after_append(after_action(steady, plan), 1)) for plan in plans))
 
 
 #: Kinds of layers that hold one row per token for as long as the generation lasts.
