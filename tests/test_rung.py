@@ -391,7 +391,19 @@ def test_attention_over_codes_is_that_over_decoded_rows(
 
 
 #: Models none of whose layers can be served in any of these layouts.
-UNSERVED = frozenset({"afm7", "deepseek_v32", "gear", "gemma2", "glm_moe_dsa", "plamo2"})
+UNSERVED = frozenset(
+    {
+        "afm7",
+        "deepseek_v32",
+        "gear",
+        "gemma2",
+        "glm_moe_dsa",
+        "minimax_m3_vl",
+        "plamo",
+        "plamo2",
+        "stablelm",
+    }
+)
 
 
 def test_codes_are_not_decoded_where_they_are_served(tiny: Any) -> None:
