@@ -72,6 +72,10 @@ class CacheView:
     mlx_active: int
     mlx_pool: int
     mlx_peak: int
+    limit: (
+        int | None
+    )  #: bytes that may be allocated: the budget, less while the machine is short of memory; None: any
+    limit_why: str
 
 
 class LuminaCache(list[Any]):
@@ -206,6 +210,7 @@ class LuminaCache(list[Any]):
         steps = self._control.trackers[0]
         layers = held_all(leaves(self))
         bytes_now = Footprint.of(leaves(self))
+        limit = self._control.limit
         return CacheView(
             phase=steps.phase,
             step=steps.step,
@@ -227,6 +232,8 @@ class LuminaCache(list[Any]):
             mlx_active=bytes_now.mlx_active,
             mlx_pool=bytes_now.mlx_pool,
             mlx_peak=mx.get_peak_memory(),
+            limit=limit.nbytes,
+            limit_why=limit.why,
         )
 
     def recommend_prefill_step(self) -> int:

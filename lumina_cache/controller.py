@@ -141,6 +141,11 @@ class Controller:
         """Where rows may be moved to."""
         return None if self.lease is None else self.lease.store
 
+    @property
+    def limit(self) -> Limit:
+        """Bytes that may be allocated now, and why."""
+        return Limit(None, "nobody decides") if self.decider is None else self.decider.limit
+
     # -- StepListener: the hot path ---------------------------------------------------------------------------------
 
     def step_begins(self, steps: StepTracker, tokens: int) -> None:

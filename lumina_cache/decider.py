@@ -55,7 +55,7 @@ class Decider:
 
     def __post_init__(self) -> None:
         self.keeper = LimitKeeper(self.budget)
-        self.limit = Limit(self.budget, "the budget")
+        self.limit = Limit(self.budget, "no budget" if self.budget is None else "the budget")
 
     def copy(self, log: AuditLog) -> Decider:
         """For a copy of the cache: the same limits, another log."""
