@@ -423,15 +423,14 @@ class LuminaCache(list[Any]):
 
     def _check_budget(self, nbytes: int) -> None:
         steps = self._control.trackers[0]
-        probe = self._control.probe(steps)
-        steps.expect(probe.updated_per_step)
-        probe = replace(probe, profile=self._control.profile(steps))
+        steps.expect(self._control.probe(steps).updated_per_step)
         if self._control.speculative:
             # No row may go while tokens can be taken back, so nothing can be promised for every length.
             return
         decider = self._control.decider
         assert decider is not None
-        decider.fit(probe.group_size)
+        self._control.fit(steps, decider)
+        probe = replace(self._control.probe(steps), profile=self._control.profile(steps))
         pinned = sum(end - first for first, end in self._control.protect)
         smallest = smallest_budget(probe, [one.action for one in decider.profile.codecs], pinned)
         decider.keeper = replace(decider.keeper, floor=smallest)
