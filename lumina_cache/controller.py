@@ -141,6 +141,11 @@ class Controller:
         """Where rows may be moved to."""
         return None if self.lease is None else self.lease.store
 
+    @property
+    def limit(self) -> Limit:
+        """Bytes that may be allocated now, and why."""
+        return Limit(None, "nobody decides") if self.decider is None else self.decider.limit
+
     # -- StepListener: the hot path ---------------------------------------------------------------------------------
 
     def step_begins(self, steps: StepTracker, tokens: int) -> None:
@@ -596,7 +601,7 @@ class Controller:
             known = len(self._guarded)
             with suppress(Exception):  # it is in the log; generation must not break because an action did
                 applied = self._execute(steps, decision.action, "policy", decider.number)
-                decider.learn(applied.observed_peak)
+                decider.done(applied.observed_peak)
             if len(self._guarded) == known:
                 return
 
@@ -740,6 +745,12 @@ class Controller:
             layers=[],
             reasons=[r.to_record() for r in reasons],
         )
+
+    def fit(self, steps: StepTracker, decider: Decider) -> None:
+        """Make sure that the figures are of codecs that this model's head dims take, and that it is known which it reads."""
+        decider.fit(self.probe(steps).group_size)
+        for figure in decider.profile.codecs:
+            self._probe_codecs(steps, figure.action)
 
     def _probe_codecs(self, steps: StepTracker, action: Action) -> None:
         """Make sure that the profile knows the packed layouts that ``action`` asks for."""

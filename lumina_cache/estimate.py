@@ -10,7 +10,7 @@ takes for a while beside what is held is in :mod:`lumina_cache.transient`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .actions import (
     Action,
@@ -511,8 +511,8 @@ def _worst(
     first, last = nbytes_allocated(before), nbytes_allocated(after)
     most = max(first, last)
     for was, now in zip(before, after, strict=True):
-        own = nbytes_allocated([replace(was, count=1)])
-        others = max(first - own, last - nbytes_allocated([replace(now, count=1)]))
+        own = nbytes_allocated([evolve(was, count=1)])
+        others = max(first - own, last - nbytes_allocated([evolve(now, count=1)]))
         most = max(most, others + own + transient_of_action(was, action_of(was), pinned))
     return most
 
