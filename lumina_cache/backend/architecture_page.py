@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 
 from ..actions import parse_action
+from ..errors import ActionSyntaxError
 from .architecture_table import STATES, Architecture, ArchitectureTable, Entry
 from .architecture_trial import BITS, GROUP_SIZE
 from .capabilities import Rung
@@ -172,8 +173,11 @@ def _group(action: str) -> str:
 
 @cache
 def _rung(action: str) -> Rung:
-    """How deep one must reach for an action."""
-    return parse_action(action).rung
+    """How deep one must reach for an action; one of another version of the library is taken for the cache's own."""
+    try:
+        return parse_action(action).rung
+    except ActionSyntaxError:
+        return Rung.CACHE
 
 
 @cache
