@@ -476,16 +476,8 @@ def carried_out(layers: Sequence[Held], action: Action, pinned: Pinned = ()) -> 
     """
     now = tuple(layers)
     if isinstance(action, Plan):
-        _require_numbers(now, action)
-        done: list[Held] = []
-        total = peak = nbytes_allocated(now)
-        for one in now:
-            [after_own], most = carried_out([one], action.for_layer(one.index), pinned)
-            own = nbytes_allocated([one])
-            peak = max(peak, total - own + most)
-            total += nbytes_allocated([after_own]) - own
-            done.append(after_own)
-        return tuple(done), peak
+        after = after_action(now, action, pinned)
+        return after, _worst(now, after, lambda one: action.for_layer(one.index), pinned)
     return parts_carried_out(now, action.parts, pinned)
 
 
