@@ -29,6 +29,7 @@ __all__ = [
     "Applied",
     "Footprint",
     "execute",
+    "first_guarded",
     "held",
     "held_all",
     "not_built",
@@ -193,6 +194,18 @@ def _effective(layer: RowLayer, part: Action, guard: Guard | None) -> Action:
         return part
     assert isinstance(layer, KVCache | RotatingKVCache | ChunkedKVCache)
     return guarded(layer, part, guard) or Keep()
+
+
+def first_guarded(layers: Iterable[Any], action: Action, guard: Guard) -> tuple[str, Quantize, Action] | None:
+    """The first layer, by name, to which the guard would do something else than ``action`` says: the part, and what.
+
+    Looked at before anything is done, so on rows that an eviction of the same action may yet drop.
+    """
+    targets = [layer for layer in layers if isinstance(layer, RowLayer) and layer.rows > 0]
+    for layer, part in _in_order(targets, action):
+        if isinstance(part, Quantize) and (effective := _effective(layer, part, guard)) != part:
+            return layer.name, part, effective
+    return None
 
 
 def _after(one: Held, parts: Iterable[Action], pinned: Pinned) -> Held:

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ._version import __version__
 from .actions import DEFAULT_SINKS, Action, Evict, Keep, Quantize, evicts, singles
-from .apply import Applied, Footprint, execute, held_all, why_not_protected
+from .apply import Applied, Footprint, execute, first_guarded, held_all, why_not_protected
 from .audit import AuditLog
 from .backend.capabilities import DISK_TIER, ROW_GATHER, BackendProfile, Outcome, packed_attention
 from .backend.feasibility import Reason, Verdict, classify
@@ -39,7 +39,7 @@ from .estimate import (
     tokens_without_growth,
 )
 from .fingerprint import remembered_fingerprint
-from .guarding import Guard, first_raised
+from .guarding import Guard
 from .layers import KVCache, ManagedLayer, RotatingKVCache
 from .policy import DEFAULT_HORIZON, Limit, Policy, State
 from .profile import Profile
@@ -140,6 +140,11 @@ class Controller:
     def disk(self) -> DiskStore | None:
         """Where rows may be moved to."""
         return None if self.lease is None else self.lease.store
+
+    @property
+    def limit(self) -> Limit:
+        """Bytes that may be allocated now, and why."""
+        return Limit(None, "nobody decides") if self.decider is None else self.decider.limit
 
     # -- StepListener: the hot path ---------------------------------------------------------------------------------
 
@@ -596,7 +601,7 @@ class Controller:
             known = len(self._guarded)
             with suppress(Exception):  # it is in the log; generation must not break because an action did
                 applied = self._execute(steps, decision.action, "policy", decider.number)
-                decider.learn(applied.observed_peak)
+                decider.done(applied.observed_peak)
             if len(self._guarded) == known:
                 return
 
@@ -657,11 +662,11 @@ class Controller:
         Raises:
             ActionInfeasibleError: nothing was changed.
         """
-        found = first_raised(self._objects(steps), action, guard)
+        found = first_guarded(self._objects(steps), action, guard)
         if found is None:
             return
         name, part, needed = found
-        instead = "stay as they are" if needed is None else f"need {needed}"
+        instead = "stay as they are" if needed == Keep() else f"need {needed}"
         text = (
             f"{part} would spoil the rows of {name} (predicted noise above {guard.limit} of their variance along the "
             f"tokens), which {instead}"
@@ -726,6 +731,7 @@ class Controller:
             layers,
             rows_must_stay=self.speculative,
             pinned=_held_within(self.protect, layers, action),
+            protect=self.protect,
         )
         why = why_not_protected(self._objects(steps), action, self.protect) if verdict.feasible else None
         return verdict if why is None else Verdict(action, (Reason("protected_rows", why),))
@@ -739,6 +745,12 @@ class Controller:
             layers=[],
             reasons=[r.to_record() for r in reasons],
         )
+
+    def fit(self, steps: StepTracker, decider: Decider) -> None:
+        """Make sure that the figures are of codecs that this model's head dims take, and that it is known which it reads."""
+        decider.fit(self.probe(steps).group_size)
+        for figure in decider.profile.codecs:
+            self._probe_codecs(steps, figure.action)
 
     def _probe_codecs(self, steps: StepTracker, action: Action) -> None:
         """Make sure that the profile knows the packed layouts that ``action`` asks for."""
@@ -933,15 +945,13 @@ def _shapes(layers: tuple[Held, ...]) -> list[dict[str, int | str]]:
     ]
 
 
-def smallest_budget(probe: ModelProbe, codecs: Iterable[Quantize] = (), pinned: int = 0) -> int:
+def smallest_budget(probe: ModelProbe, pinned: int = 0) -> int:
     """Fewest bytes that this model's cache can be held in from the first token on, for any number of tokens.
 
     Two needs: the first token, for which mlx-lm allocates a whole growth step of dense rows; and the steady state,
-    :data:`FEWEST_ROWS` rows per layer in the smallest feasible codec, with sliding windows and attention chunks full and
-    recurrent state counted. ``pinned`` rows that must stay come on top of those.
-
-    Args:
-        codecs: those that whoever decides would choose among.
+    :data:`FEWEST_ROWS` rows per layer, packed where the model reads packed rows, with sliding windows and attention chunks
+    full and dense and recurrent state counted. ``pinned`` rows that must stay come on top of those. Other codecs could hold
+    less, but whether a model's rows bear them is known only when they are there.
 
     Raises:
         BudgetError: if some layer grows without bound and cannot be kept from it on this backend.
@@ -960,8 +970,14 @@ def smallest_budget(probe: ModelProbe, codecs: Iterable[Quantize] = (), pinned: 
             )
     first = nbytes_allocated(after_append((emptied(one) for one in probe.layers), 1))
     steady = [_at_least(one, FEWEST_ROWS + pinned) for one in probe.layers]
-    feasible = [v.action for v in classify([Keep(), *codecs], profile, steady) if v.feasible]
-    return max(first, min(nbytes_allocated(after_append(after_action(steady, plan), 1)) for plan in feasible))
+    plans: list[Action] = [Keep()]
+    if probe.group_size is not None:
+        plans += [
+            Quantize("affine", bits, bits, probe.group_size)
+            for bits in (8, 4)
+            if profile.has(packed_attention(bits, probe.group_size))
+        ]
+    return max(first, min(nbytes_allocated(after_append(after_action(steady, plan), 1)) for plan in plans))
 
 
 #: Kinds of layers that hold one row per token for as long as the generation lasts.

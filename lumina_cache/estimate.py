@@ -10,7 +10,7 @@ takes for a while beside what is held is in :mod:`lumina_cache.transient`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .actions import (
     Action,
@@ -52,11 +52,13 @@ __all__ = [
     "parts_carried_out",
     "peak_of_action",
     "row_nbytes",
+    "rows_left",
     "rows_to_disk",
     "scoring_nbytes",
     "split_kept",
     "tokens_without_growth",
     "transient_of_action",
+    "uneven",
     "whole_blocks",
 ]
 
@@ -403,6 +405,22 @@ def kept_of(held: Held, kept: int, sinks: int, pinned: Pinned) -> tuple[int, int
     return split_kept(max(0, kept - head), held.rows - head, held.tail, block, guarded)
 
 
+def uneven(layers: Iterable[Held]) -> tuple[Held, ...]:
+    """The layers, if one eviction may leave them with different numbers of rows; none if it cannot.
+
+    Rows that are encoded several together go in whole blocks, and those of other layers one by one.
+    """
+    changeable = [one for one in layers if one.changeable]
+    if len({(one.layout.block, one.rows, one.head, one.tail) for one in changeable}) < 2:
+        return ()
+    return tuple(changeable) if any(one.layout.block > 1 for one in changeable) else ()
+
+
+def rows_left(layers: Iterable[Held], action: Evict, pinned: Pinned = ()) -> set[int]:
+    """The numbers of rows that an eviction leaves layers with."""
+    return {after_action([one], action, pinned)[0].rows for one in layers}
+
+
 def _reencoded(held: Held, layout: Layout) -> Held:
     if held.kind in LANE_KINDS:
         return evolve(held, layout=layout)
@@ -485,8 +503,8 @@ def _worst(
     first, last = nbytes_allocated(before), nbytes_allocated(after)
     most = max(first, last)
     for was, now in zip(before, after, strict=True):
-        own = nbytes_allocated([replace(was, count=1)])
-        others = max(first - own, last - nbytes_allocated([replace(now, count=1)]))
+        own = nbytes_allocated([evolve(was, count=1)])
+        others = max(first - own, last - nbytes_allocated([evolve(now, count=1)]))
         most = max(most, others + own + transient_of_action(was, action_of(was), pinned))
     return most
 

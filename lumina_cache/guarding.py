@@ -8,18 +8,17 @@ Codecs without a grid of equal steps (mxfp4, mxfp8, nvfp4) are not judged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import mlx.core as mx
 
-from .actions import Action, Plan, Quantize
+from .actions import Quantize
 from .codecs import Affine, Codec, Layout
 from .codecs.guard import LIMIT, guarded_bits
 from .layers import ChunkedKVCache, KVCache, RotatingKVCache
 
-__all__ = ["FEWEST_JUDGED", "Guard", "first_raised", "guarded"]
+__all__ = ["FEWEST_JUDGED", "Guard", "guarded"]
 
 #: Rows below which their spread along the tokens says nothing, and the codec is used as asked.
 FEWEST_JUDGED = 16
@@ -58,23 +57,6 @@ def guarded(
     if layout.packed:
         raised = _fewest_packed(action, max(key_bits, value_bits), guard)
     return None if raised is None or _as_coarse(layer.layout, raised) else raised
-
-
-def first_raised(
-    layers: Iterable[Any], action: Action, guard: Guard
-) -> tuple[str, Quantize, Quantize | None] | None:
-    """The first layer, by name, whose rows need something else than ``action`` says: its part, and what they need instead.
-
-    Looked at before anything is done, so on rows that an eviction of the same action may yet drop.
-    """
-    for layer in layers:
-        if not isinstance(layer, KVCache | RotatingKVCache | ChunkedKVCache) or layer.rows == 0:
-            continue
-        own = action.for_layer(layer.index) if isinstance(action, Plan) else action
-        for part in own.parts:
-            if isinstance(part, Quantize) and (needed := guarded(layer, part, guard)) != part:
-                return layer.name, part, needed
-    return None
 
 
 def _fewest_packed(action: Quantize, bits: int, guard: Guard) -> Quantize | None:

@@ -76,6 +76,8 @@ def profile_for(model: Any) -> Profile:
     """
     try:
         found = find_profile(model)
+    except (AttributeError, TypeError):  # not a module of mlx: nothing says which model it is
+        return default_profile()
     except ProfileFormatError as error:
         warnings.warn(
             f"figures of another model are used: {error}. Run lumina-cache calibrate again, or remove the file",

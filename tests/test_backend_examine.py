@@ -133,6 +133,10 @@ def test_uneven_rows_work_exactly_where_the_probe_says_so(
     assert raises(attempt) != expected, probe.profile.outcome(RAGGED_LAYERS).reason
 
 
+#: Models that refuse rows decoded on fetch.
+NOT_DECODED = frozenset({"deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"})
+
+
 @dataclass(frozen=True)
 class _TwoParts(Codec):
     """bfloat16 and what is left of the row, also in bfloat16: nearly exact, and two arrays."""
@@ -171,7 +175,7 @@ def test_rows_decoded_on_fetch_work_exactly_where_the_probe_says_so(
         assert_close(run(model, entries, 3), wanted)
 
     assert raises(attempt) != probe.profile.has(DENSE_REENCODE), probe.profile.outcome(DENSE_REENCODE).reason
-    assert probe.profile.has(DENSE_REENCODE) or not probe.profile.has(KEYS)
+    assert probe.profile.has(DENSE_REENCODE) or not probe.profile.has(KEYS) or name in NOT_DECODED
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm.models.base
+import mlx_lm.models.llama
 import pytest
 
 from lumina_cache import profile_home
@@ -34,6 +37,7 @@ from lumina_cache.lab.calibrate.settings import FULL, plan_of
 from lumina_cache.lab.models import LoadedModel
 from lumina_cache.profile import Profile, read_profile
 from lumina_cache.scorers import SCORERS
+from lumina_cache.scorers.observed import OBSERVED
 
 #: Two documents, so that a run can be cut short between and within them.
 SETTINGS = replace(QUICK, documents=2)
@@ -136,7 +140,7 @@ def test_a_second_call_measures_nothing_again(
     def refuse(*_: Any) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(runs, "Bench", refuse)
+    monkeypatch.setattr(runs, "ObservedBench", refuse)
     monkeypatch.setattr(runs.Clock, "step", refuse)
     second = calibrate(subject, SETTINGS, out=tmp_path / "p.json")
     assert second.profile == first.profile
@@ -396,6 +400,24 @@ def test_where_packed_rows_cannot_be_read_fetched_ones_are_measured(tiny: Any, t
     assert len(refused) == 6
 
 
+def test_scorers_that_watch_attention_are_measured_and_leave_no_hook_behind(
+    tiny: Any, tmp_path: Path
+) -> None:
+    gc.collect()  # caches of other tests may still hold a hook
+    model = tiny("llama")
+    call = mlx_lm.models.llama.scaled_dot_product_attention
+    settings = replace(FULL, documents=1, checked=0, timed_rows=(64,), timed_steps=2, shares=(0.5,))
+    settings = replace(settings, plan=replace(QUICK.plan, scored=16))
+    profile = calibrate(loaded(model), settings, out=tmp_path / "p.json").profile
+    kl = {e.scorer: e.at(0.5)[0] for e in profile.evictors}
+    assert set(kl) == {*SCORERS, *OBSERVED}
+    # On a model of random weights nothing foretells attention better than attention itself.
+    assert max(kl["h2o"], kl["snapkv"]) < min(kl["random"], kl["keydiff"])
+    gc.collect()
+    own = mlx_lm.models.base.scaled_dot_product_attention
+    assert mlx_lm.models.llama.scaled_dot_product_attention in (call, own)
+
+
 # -- the grid -------------------------------------------------------------------------------------------------------------
 
 SMOL = ModelShape(((64, 64),), tuple(range(30)), 30)
@@ -404,7 +426,8 @@ SMOL = ModelShape(((64, 64),), tuple(range(30)), 30)
 def test_the_full_grid_holds_every_built_codec_and_scorer() -> None:
     grid = grid_of(SMOL, FULL)
     assert {c.codec for c in grid.codecs} == set(CODECS)
-    assert {e.scorer for e in grid.evictions} == set(SCORERS)
+    assert {e.scorer for e in grid.evictions} == {*SCORERS, *OBSERVED}
+    assert set(grid.observed) == set(OBSERVED)
     assert {e.ratio for e in grid.evictions} == set(FULL.shares)
     assert {(e.sinks, e.recent) for e in grid.evictions} == {(4, 32)}
     assert len(grid.composites) == 6

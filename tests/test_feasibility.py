@@ -32,6 +32,7 @@ from lumina_cache.backend.capabilities import (
     DISK_TIER,
     KEYS,
     QUERIES,
+    RAGGED_LAYERS,
     ROW_GATHER,
     VALUES,
     BackendProfile,
@@ -180,7 +181,11 @@ def fails_when_forced(model: Any, cache: Any, verdict: Verdict, disk: DiskStore,
     text = str(caught.value).strip().split("\n", 1)[0]
     if "head_dim" in codes:
         # Said here in numbers of the model, by MLX in shapes of an array.
-        assert "quantiz" in text or any(reason.text in text for reason in verdict.reasons), (text, verdict)
+        # What needs the hook is refused for that before anything else.
+        assert any(
+            said in text
+            for said in ("quantiz", "attention calls", *(reason.text for reason in verdict.reasons))
+        ), (text, verdict)
         return
     # The reason given beforehand is the one that forcing gives.
     assert any(_unnumbered(text) in _unnumbered(reason.text) for reason in verdict.reasons), (text, verdict)
@@ -387,3 +392,26 @@ def test_every_action_of_the_space_is_judged_and_every_refusal_has_a_text() -> N
         assert verdict.feasible == (
             not_built(verdict.action) is None and verdict.action.requires <= ALL.keys()
         )
+
+
+# -- layers that encode different numbers of rows together ------------------------------------------------------------
+
+
+def test_an_eviction_that_would_leave_layers_with_unequal_rows_needs_a_model_that_takes_them(
+    tiny: Any,
+) -> None:
+    """Blocks of 32 rows beside single ones: 70 rows would become 64 in one layer and 70 in the other."""
+    model = tiny("deepseek_v3")
+    cache = quiet(model)
+    feed(model, cache, tokens(128), [128])
+    cache.apply("0:quant:kivi,bits=4,group=32,residual=0")
+    assert not cache._control.profile(cache._control.trackers[0]).has(RAGGED_LAYERS)
+    with pytest.raises(ActionInfeasibleError, match="64 to 70 rows"):
+        cache.apply("evict:sinks_window@rows=70")
+    with pytest.raises(ActionInfeasibleError, match="64 to 70 rows"):
+        cache.apply("0-1:evict:sinks_window@rows=70")
+    assert {one.rows for one in held_of(cache)} == {128}
+    cache.apply("evict:sinks_window@rows=64")
+    assert {one.rows for one in held_of(cache)} == {64}
+    logits = feed(model, cache, tokens(40, seed=1), [39, 1])
+    assert mx.isfinite(logits).all().item()

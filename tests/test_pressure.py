@@ -61,11 +61,10 @@ def actions(cache: LuminaCache) -> list[str]:
 
 
 def limit_of(cache: LuminaCache) -> int:
-    """The limit in force, as the last decision or the budget says."""
-    decider = cache._control.decider
-    assert decider is not None
-    assert decider.limit.nbytes is not None
-    return decider.limit.nbytes
+    """The limit in force."""
+    limit = cache.observe().limit
+    assert limit is not None
+    return limit
 
 
 # -- without a budget ---------------------------------------------------------------------------------------------------
@@ -282,6 +281,23 @@ def test_under_a_budget_and_any_pressure_the_bytes_stay_within_the_limit(tiny: A
     ]
     cache = bound_is_held(tiny(name), 1.6, [250, 90], seen, range(30, 50), "adaptive")
     assert actions(cache)
+
+
+def test_layers_that_a_plan_stored_differently_are_cut_to_equal_rows_later(tiny: Any) -> None:
+    """Two caches per layer, one mask for all: a chunk after an eviction fails where rows differ."""
+    normal, unknown = PressureLevel.NORMAL, PressureLevel.UNKNOWN
+    seen = [
+        (normal, 8.7, None, None),
+        (normal, 0.3, None, None),
+        (normal, 32.1, None, 1e6),
+        (normal, 13.0, None, None),
+        (normal, 0.1, None, 0.0),
+        (PressureLevel.WARN, 39.2, 1009, 0.0),
+        (unknown, 28.4, 29051, 0.0),
+        (unknown, 9.8, 511, 1e6),
+        (unknown, 25.6, 918, 1e6),
+    ]
+    bound_is_held(tiny("longcat_flash"), 3.0, [111, 106, 281], seen, range(125, 185), "greedy")
 
 
 @pytest.mark.slow

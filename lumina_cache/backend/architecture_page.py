@@ -178,11 +178,11 @@ def _group(action: str) -> str:
 
 @cache
 def _rung(action: str) -> Rung:
-    """How deep one must reach for an action; one that this version cannot read is out of reach."""
+    """How deep one must reach for an action; one of another version of the library is taken for the cache's own."""
     try:
         return parse_action(action).rung
     except ActionSyntaxError:
-        return Rung.TRAINED
+        return Rung.CACHE
 
 
 @cache

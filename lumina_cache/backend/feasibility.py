@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from ..actions import Action, Composite, Evict, Keep, Offload, Plan, Quantize, Reclaim
 from ..apply import not_built
 from ..codecs import Layout
-from ..estimate import LANE_KINDS, Held, applies, transient_of_action, whole_blocks
-from .capabilities import BackendProfile, Capability
+from ..estimate import LANE_KINDS, Held, applies, rows_left, transient_of_action, uneven, whole_blocks
+from ..rows import Pinned
+from .capabilities import RAGGED_LAYERS, BackendProfile, Capability
 
 __all__ = ["Reason", "Verdict", "classify"]
 
@@ -22,7 +23,7 @@ class Reason:
     """Why an action is outside F. ``code`` is for programs, ``text`` for people, with the numbers if any."""
 
     #: not_built, missing_capability, head_dim, too_few_rows, nothing_to_change, exceeds_memory, rows_must_stay,
-    #: already_coarser, protected_rows, outliers or disk
+    #: unequal_rows, already_coarser, protected_rows, outliers or disk
     code: str
     text: str
     wanted: int | None = None
@@ -55,6 +56,7 @@ def classify(
     available: int | None = None,
     rows_must_stay: bool = False,
     pinned: int = 0,
+    protect: Pinned = (),
 ) -> tuple[Verdict, ...]:
     """Judge every action.
 
@@ -62,6 +64,7 @@ def classify(
         layers: what is held now, per leaf.
         available: bytes that may still be allocated while an action is carried out; None when that is not known.
         pinned: rows that the caller protects from eviction.
+        protect: the ranges of positions (first, end) that they lie in.
         rows_must_stay: whether the caller will take tokens back (speculative decoding), so that no row may go.
     """
     changeable = [one for one in layers if one.changeable]
@@ -77,6 +80,8 @@ def classify(
         available=available,
         rows_must_stay=rows_must_stay,
         pinned=pinned,
+        protect=protect,
+        uneven=uneven(changeable),
         missing={},
     )
     return tuple(Verdict(action, _reasons(action, facts)) for action in actions)
@@ -96,6 +101,8 @@ class _Facts:
     available: int | None
     rows_must_stay: bool
     pinned: int
+    protect: Pinned
+    uneven: tuple[Held, ...]  #: layers that one eviction may leave with different numbers of rows
     missing: dict[frozenset[Capability], tuple[Reason, ...]]  #: filled as sets of requirements come up
 
 
@@ -145,6 +152,8 @@ def _reasons(action: Action, facts: _Facts) -> tuple[Reason, ...]:
     for part in action.parts:
         if isinstance(part, Evict):
             found += _against_eviction(part, rows, block, facts)
+            if part is action.parts[0]:
+                found += _against_unequal(part, facts)
             rows = part.rows_kept(rows)
         elif isinstance(part, Quantize):
             found += _against_codec(part, coarsest, facts)
@@ -210,6 +219,17 @@ def _against_eviction(action: Evict, rows: int, block: int, facts: _Facts) -> It
         together = f", as rows are encoded {block} at a time" if block > 1 else ""
         text = f"{kept} rows would leave no choice beside {guarded} protected ones{together}"
         yield Reason("too_few_rows", text, kept, guarded)
+
+
+def _against_unequal(action: Evict, facts: _Facts) -> Iterable[Reason]:
+    """Layers that encode different numbers of rows together may not all be left with the same number of rows."""
+    left = rows_left(facts.uneven, action, facts.protect)
+    if len(left) > 1 and not facts.profile.has(RAGGED_LAYERS):
+        text = (
+            f"layers would be left with {min(left)} to {max(left)} rows, as some encode several together; "
+            f"{RAGGED_LAYERS}: {facts.profile.outcome(RAGGED_LAYERS).reason}"
+        )
+        yield Reason("unequal_rows", text, min(left), max(left), str(RAGGED_LAYERS))
 
 
 def _against_memory(action: Action, facts: _Facts, available: int) -> Iterable[Reason]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from ..actions import DEFAULT_SINKS, Action, Composite, Evict, Keep, Plan, Quantize, Reclaim, singles
-from ..allocate import Option, allocate
+from ..allocate import Option, allocate, lower_hull
 from ..backend.capabilities import BackendProfile
 from ..backend.feasibility import Reason, classify
 from ..codecs import Layout
 from ..codecs.base import grown_capacity
 from ..estimate import (
+    LANE_KINDS,
     Held,
     after_action,
     after_append,
@@ -24,11 +26,14 @@ from ..estimate import (
     nbytes_allocated,
     nbytes_live,
     parts_carried_out,
+    rows_left,
     scoring_nbytes,
+    transient_of_action,
+    uneven,
 )
 from ..evolve import evolve
 from ..profile import CodecFigure, EvictionFigure, Profile
-from .expected import Expected, Stored, evicted, own_seconds, stored
+from .expected import Expected, Lost, Stored, evicted, lost_by, own_seconds, stored
 from .score import Inputs, score
 from .values import Candidate, Group, State
 
@@ -165,7 +170,8 @@ def candidates_for(state: State, profile: Profile) -> tuple[Action, ...]:
     """Actions with a figure of quality: every codec, every scorer, and the two together.
 
     Evictions are solved for: just as many rows as the limit holds, for rows as they are stored now and for every codec.
-    A coarse grid of ratios would throw away rows that fit. Codecs that hold every row within the limit stand alone.
+    A coarse grid of ratios would throw away rows that fit. Codecs that hold every row within the limit stand alone, and
+    so do those that another one beats in everything.
     """
     codecs = [one.action for one in profile.codecs]
     found: list[Action] = [Keep(), Reclaim(), *codecs]
@@ -174,14 +180,46 @@ def candidates_for(state: State, profile: Profile) -> tuple[Action, ...]:
         return tuple(found)
     held = max((one.rows for one in state.layers if one.changeable), default=0)
     usable = [one for one in profile.evictors if state.evicted_by in (None, one.scorer)]
-    for codec in (None, *codecs):
-        if codec is not None and codec.layout is None:
-            continue
-        rows = rows_that_fit(state, limit, codec)
+    for codec in (None, *_worth_joining(state, profile)):
+        rows = _even(state, rows_that_fit(state, limit, codec))
         if 0 < rows < held:
             evictions = [_evict(figure, rows) for figure in usable]
             found += evictions if codec is None else [Composite((e, codec)) for e in evictions]
     return tuple(found)
+
+
+def _worth_joining(state: State, profile: Profile) -> list[Quantize]:
+    """Codecs that no other one beats in bytes, damage and time alike, among those that can do at least where they can."""
+    ours = [one for one in state.layers if one.changeable]
+    rows = max((one.rows for one in ours), default=0)
+    able = []
+    for figure in profile.codecs:
+        layout = figure.action.layout
+        if layout is None or any(layout.why_not(one.key_dim, one.value_dim) for one in ours):
+            continue
+        nbytes = sum(_Store.of(one, figure.action).nbytes_next(one.rows, state) for one in ours)
+        time = figure.time_at(rows)
+        costs = (nbytes, figure.kl, figure.p95, math.inf if time is None else time)
+        able.append((figure.action, figure.action.requires, costs))
+    return [
+        action
+        for action, requires, costs in able
+        if not any(
+            other != costs and needs <= requires and all(a <= b for a, b in zip(other, costs, strict=True))
+            for _, needs, other in able
+        )
+    ]
+
+
+def _even(state: State, rows: int) -> int:
+    """As many rows or a few less, so that an eviction leaves every layer with the same number, if there is one."""
+    layers = uneven(state.layers)
+    for _ in range(4):
+        left = rows_left(layers, Evict("sinks_window", rows=max(1, rows)), state.protect)
+        if len(left) < 2 or min(left) >= rows:
+            break
+        rows = min(left)
+    return rows
 
 
 def _evict(figure: EvictionFigure, rows: int) -> Evict:
@@ -195,6 +233,7 @@ class PlannedLayers:
     plan: Plan
     groups: tuple[Group, ...]
     nbytes_peak: int
+    lost: Lost  #: by storing rows that are encoded already in another way
 
 
 def plans_for(
@@ -217,7 +256,8 @@ def plans_for(
             others.append(one)
     if len(units) < 2:
         return ()
-    figures = [figure for codec in feasible if (figure := profile.codec(codec)) is not None]
+    known = [figure for codec in feasible if (figure := profile.codec(codec)) is not None]
+    figures = _cut_alike(known, [one for unit in units.values() for one in unit])
     eviction = None if scorer is None else profile.evictor(scorer)
     each = [one for unit in units.values() for one in unit]
     offset, held = max(one.offset for one in each), max(one.rows for one in each)
@@ -232,13 +272,34 @@ def plans_for(
     )
     found = []
     for share in PLAN_SHARES:
-        rows = round(share * offset)
+        rows = _even(state, round(share * offset))
         if share < 1.0 and (eviction is None or not 0 < rows < held):
             continue
         planned = planner.plan(None if share == 1.0 or eviction is None else _evict(eviction, rows))
         if planned is not None:
             found.append(planned)
     return tuple(found)
+
+
+def _cut_alike(figures: Sequence[CodecFigure], layers: Iterable[Held]) -> list[CodecFigure]:
+    """Codecs of which a plan may give each layer another: those that encode rows one by one, and one kind of others.
+
+    Layers that encode rows several together, in blocks of different sizes or behind tails of different lengths, could not
+    be cut to equal rows later.
+    """
+    blocks = {_block(one.layout) for one in layers if one.layout.block > 1}
+    if not blocks:
+        several = [figure for figure in figures if layout_of(figure.action).block > 1]
+        blocks = {_block(layout_of(min(several, key=lambda f: f.kl).action))} if several else set()
+    return [
+        figure
+        for figure in figures
+        if (layout := layout_of(figure.action)).block == 1 or {_block(layout)} == blocks
+    ]
+
+
+def _block(layout: Layout) -> tuple[int, int, int]:
+    return layout.block, layout.residual, layout.sinks
 
 
 @dataclass(frozen=True)
@@ -252,11 +313,10 @@ class _Choice:
 
 @dataclass(frozen=True)
 class _Done:
-    """What comes of a choice."""
+    """What comes of a choice: a layer's caches after it, and for each its bytes before, after and beside it meanwhile."""
 
     after: tuple[Held, ...]
-    saved: int  #: bytes allocated before less after it
-    peak: int  #: most bytes on the way beyond those allocated before
+    nbytes: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -275,12 +335,17 @@ class _Planner:
 
     def plan(self, evict: Evict | None) -> PlannedLayers | None:
         """The codecs that lose least in all within the room; None if there are none, or all are the same."""
+        exact = len(self.units) <= SEARCHED_EXACTLY
         kinds: dict[tuple[object, ...], list[_Choice]] = {}
         choices: list[list[_Choice]] = []
         for _, unit in self.units:
             key = tuple(_ALIKE(one) for one in unit)
             if key not in kinds:
-                kinds[key] = self._choices(unit, evict)
+                front = self._choices(unit, evict)
+                hull = (
+                    range(len(front)) if exact else lower_hull([Option(c.nbytes_next, c.kl) for c in front])
+                )
+                kinds[key] = [front[i] for i in hull]
             choices.append(kinds[key])
         options = [
             [Option(one.nbytes_next, one.kl * weight) for one in each]
@@ -288,7 +353,7 @@ class _Planner:
         ]
         if not all(options):
             return None
-        found = allocate(options, self.room, exact=len(self.units) <= SEARCHED_EXACTLY)
+        found = allocate(options, self.room, exact=exact)
         if found is None:
             return None
         chosen = [each[j] for each, j in zip(choices, found.chosen, strict=True)]
@@ -296,7 +361,9 @@ class _Planner:
             return None  # the same for all: that is among the other candidates
         plan = Plan(_ranges([(unit[0], one.action) for unit, one in zip(self.units, chosen, strict=True)]))
         done = self._all_done(chosen)
-        return PlannedLayers(plan, self._groups(chosen, done), self._peak(chosen, done))
+        return PlannedLayers(
+            plan, self._groups(chosen, done), self._peak(chosen, done), self._lost(done, chosen)
+        )
 
     def _all_done(self, chosen: Sequence[_Choice]) -> dict[int, _Done]:
         done: dict[int, _Done] = {}  # equal layers share their choices
@@ -309,9 +376,14 @@ class _Planner:
         """Everything that these caches could do, without what another choice beats in bytes and loss alike."""
         figures = [self.profile.by_layout.get(one.layout) for one in unit]
         known = all(f is not None or one.layout.dense for f, one in zip(figures, unit, strict=True))
-        stay = [(None, sum(f.kl for f in figures if f is not None))] if known else []
+        if not known:
+            return []
+        now = sum(
+            f.kl for f in figures if f is not None
+        )  # codes that are there already have lost it for good
+        stay = [(None, now)]
         coded = [
-            (f.action, f.kl * len(unit))
+            (f.action, now + f.kl * len(unit))
             for f in self.figures
             if not any(_coarser_already(one, f.action) for one in unit)
         ]
@@ -336,15 +408,13 @@ class _Planner:
         )
 
     def _done(self, unit: Sequence[Held], action: Action) -> _Done:
-        before = total = nbytes_allocated(unit)
-        peak, after = 0, []
-        for one in unit:
-            own = nbytes_allocated([one])
-            [done], most = carried_out([one], action, self.state.protect)
-            peak = max(peak, total - own + most - before)
-            total += nbytes_allocated([done]) - own
-            after.append(done)
-        return _Done(tuple(after), before - total, peak)
+        protect = self.state.protect
+        after = after_action(unit, action, protect)
+        nbytes = tuple(
+            (nbytes_allocated([a]), nbytes_allocated([b]), transient_of_action(a, action, protect))
+            for a, b in zip(unit, after, strict=True)
+        )
+        return _Done(after, nbytes)
 
     def _groups(self, chosen: Sequence[_Choice], done: Mapping[int, _Done]) -> tuple[Group, ...]:
         sums: dict[int, tuple[int, float]] = {}
@@ -359,13 +429,29 @@ class _Planner:
         depth = _depth(self.state)
         return (*ours, *(Group(one, self.profile.weight(one.index, depth)) for one in self.others))
 
+    def _lost(self, done: Mapping[int, _Done], chosen: Sequence[_Choice]) -> Lost:
+        before = [
+            Group(one, weight)
+            for (_, unit), weight in zip(self.units, self.weights, strict=True)
+            for one in unit
+        ]
+        after = [held for one in chosen for held in done[id(one)].after]
+        found = lost_by(before, after, self.profile)
+        assert found is not None, "a layer without a figure has no choice"
+        # Shares of the units alone; windows beside them count as layers too.
+        windows = sum(one.kind in LANE_KINDS and one.rows > 0 for one in self.others)
+        share = len(before) / (len(before) + windows)
+        return found[0] * share, found[1] * share
+
     def _peak(self, chosen: Sequence[_Choice], done: Mapping[int, _Done]) -> int:
-        """Layer by layer, in the order in which a plan is carried out."""
-        total = peak = nbytes_allocated(self.state.layers)
-        for one in chosen:
-            peak = max(peak, total + done[id(one)].peak)
-            total -= done[id(one)].saved
-        return peak
+        """As :func:`~lumina_cache.estimate.carried_out` has it."""
+        each = [one for choice in chosen for one in done[id(choice)].nbytes]
+        first = nbytes_allocated(self.state.layers)
+        last = first + sum(after - before for before, after, _ in each)
+        most = max(first, last)
+        for before, after, beside in each:
+            most = max(most, max(first - before, last - after) + before + beside)
+        return most
 
 
 def _coarser_already(held: Held, codec: Quantize) -> bool:
@@ -404,6 +490,7 @@ def weigh(
         available=state.available,
         rows_must_stay=state.rows_must_stay,
         pinned=held_within(state.protect, state.layers),
+        protect=state.protect,
     )
     plans = {id(one.plan): one for one in planned}
     same = Inputs(
@@ -413,6 +500,8 @@ def weigh(
         memory=None if state.available is None else nbytes_allocated(state.layers) + state.available,
         kl=None,
         p95=None,
+        lost_kl=None,
+        lost_p95=None,
         source="",
         step_seconds=profile.step_seconds,
         horizon=state.horizon,
@@ -429,6 +518,7 @@ class _After:
     """What depends on how many rows stay and how they are stored, not on which ones: actions share it."""
 
     stored: Stored
+    lost: Lost | None
     nbytes_next: int
     nbytes_peak: int  #: while rows are moved and encoded
     nbytes_before: int = 0  #: most bytes allocated before or after the first part
@@ -465,6 +555,8 @@ class _Weighing:
             nbytes_peak=after.peak_with(action.parts[0]),
             kl=figures.kl,
             p95=figures.p95,
+            lost_kl=None if after.lost is None else after.lost[0],
+            lost_p95=None if after.lost is None else after.lost[1],
             source=figures.source,
             time_ratio=figures.time_ratio,
             own_seconds=own_seconds(action, self.touched, self.profile, self.depth),
@@ -480,10 +572,13 @@ class _Weighing:
     def _work_out(self, action: Action) -> _After:
         planned = self.plans.get(id(action))
         if planned is not None:
-            return self._leaving(planned.groups, planned.nbytes_peak)
+            return self._leaving(planned.groups, planned.lost, planned.nbytes_peak)
         if isinstance(action, Plan):
             each, peak = carried_out(self.state.each, action, self.state.protect)
-            return self._leaving(grouped(replace(self.state, each=each), self.profile), peak)
+            weights = [self.profile.weight(one.index, self.depth) for one in self.state.each]
+            before_it = [Group(one, w) for one, w in zip(self.state.each, weights, strict=True)]
+            lost = lost_by(before_it, each, self.profile)
+            return self._leaving(grouped(replace(self.state, each=each), self.profile), lost, peak)
         held, protect = tuple(group.held for group in self.groups), self.state.protect
         first, *rest = action.parts
         before, chosen_from = nbytes_allocated(held), tuple[Held, ...]()
@@ -494,13 +589,21 @@ class _Weighing:
             chosen_from = tuple(a for a, b in zip(held, cut, strict=True) if a != b)
         layers, peak = parts_carried_out(held, (first, *rest), protect)
         after = tuple(Group(one, g.weight) for one, g in zip(layers, self.groups, strict=True))
-        return self._leaving(after, peak, before, chosen_from)
+        lost = lost_by(self.groups, layers, self.profile)
+        return self._leaving(after, lost, peak, before, chosen_from)
 
     def _leaving(
-        self, after: Sequence[Group], peak: int, before: int = 0, chosen_from: tuple[Held, ...] = ()
+        self,
+        after: Sequence[Group],
+        lost: Lost | None,
+        peak: int,
+        before: int = 0,
+        chosen_from: tuple[Held, ...] = (),
     ) -> _After:
         nbytes = nbytes_allocated(next_layers((g.held for g in after), self.state.tokens))
-        return _After(stored(after, self.profile), nbytes, peak, before, chosen_from)
+        so_far = self.state.lost
+        lost = None if lost is None or so_far is None else (lost[0] + so_far[0], lost[1] + so_far[1])
+        return _After(stored(after, self.profile, lost), lost, nbytes, peak, before, chosen_from)
 
 
 def _storage(part: Action) -> object:

@@ -14,6 +14,7 @@ from ...codecs import CODECS
 from ...errors import CalibrationError
 from ...methods import METHODS
 from ...scorers import SCORERS
+from ...scorers.observed import OBSERVED
 from .settings import Settings
 
 __all__ = ["Grid", "ModelShape", "grid_of", "shape_of"]
@@ -66,6 +67,11 @@ class Grid:
         """What is measured on every document, codecs and evictions in turn."""
         pairs = itertools.zip_longest(self.codecs, self.evictions)
         return tuple(action for pair in pairs for action in pair if action is not None)
+
+    @property
+    def observed(self) -> tuple[str, ...]:
+        """Scorers that have to watch attention while the prompt is read."""
+        return tuple(dict.fromkeys(e.scorer for e in self.evictions if e.scorer in OBSERVED))
 
     @property
     def checks(self) -> tuple[Action, ...]:
@@ -143,7 +149,7 @@ def _fitting(name: str, keys: int, values: int, shape: ModelShape) -> Quantize |
 
 
 def _evictions(settings: Settings) -> Iterator[Evict]:
-    scorers: Iterable[str] = _QUICK_SCORERS if settings.quick else SCORERS
+    scorers: Iterable[str] = _QUICK_SCORERS if settings.quick else (*SCORERS, *OBSERVED)
     for share in sorted(settings.shares, key=lambda s: abs(np.log2(s) + 1)):  # about a half first
         for scorer in scorers:
             yield Evict(scorer, ratio=share, recent=settings.recent)

@@ -1,8 +1,7 @@
 """Run a calibration from start to end, for as long as there is time, or on from where it stopped.
 
-The first document gets every codec and eviction, then decode steps are timed, then come the checks of assumptions and
-further documents, in turn of the domains. After each of them a profile of what is known so far is put in place, so that
-stopping early costs precision, not the run.
+The first document gets every action, then decode steps are timed, then further documents follow, in turn of the domains.
+After each of them a profile of what is known so far is put in place, so that stopping early costs precision, not the run.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from ...profile_home import profile_key, profile_path, write_profile
 from ..blas import preload_openblas
 from ..corpus import Document
 from ..evaluate.documents import EvalDocument, select
-from ..evaluate.measure import Bench
 from ..evaluate.provenance import code_fingerprint, conditions, provenance
 from ..evaluate.results import Store
 from ..evaluate.run import measured
 from ..evaluate.subjects import OwnAction
 from ..models import LoadedModel
 from .assemble import Measured, assemble, whole_documents
+from .bench import ObservedBench
 from .grid import Grid, ModelShape, grid_of, shape_of
 from .settings import FULL, MOST_DOCUMENTS, Settings, plan_of
 from .times import TIMES, Clock, timings
@@ -167,6 +166,8 @@ class _Run:
         try:
             for i, document in enumerate(self.used):
                 self._document(i, document)
+                if i == 0:
+                    self._times()
                 self._put()
         except _OutOfTime:
             complete = False
@@ -188,20 +189,27 @@ class _Run:
         self.done += self._subject_work() * (len(self._actions(index)) - len(due))
         if due or known is None:
             self._start(f"{document.name}  (reading)")
-            bench = Bench(self.loaded.model, self.loaded.tokenizer, document, plan, index)
-            if known is None:
-                self.store.add({**bench.document_record(), "depths": list(plan.depths), "code": self.code})
+            bench = ObservedBench(
+                self.loaded.model, self.loaded.tokenizer, document, plan, index, observe=self.grid.observed
+            )
+            try:
+                self._subjects(index, document, bench, due, known is None)
+            finally:
+                bench.close()
+        else:
+            self.done += self._read_work()
+
+    def _subjects(
+        self, index: int, document: EvalDocument, bench: ObservedBench, due: Sequence[Action], new: bool
+    ) -> None:
+        if new:
+            depths = list(bench.plan.depths)
+            self.store.add({**bench.document_record(), "depths": depths, "code": self.code})
         self.done += self._read_work()
-        timed = index > 0
         for action in due:
-            if not timed and action not in self.grid.core:
-                self._times()
-                timed = True
             self._start(f"{index + 1} of {len(self.used)}  {document.name}  {action}")
             self.store.add({**measured(bench, OwnAction(action)), "code": self.code})
             self.done += self._subject_work()
-        if not timed:
-            self._times()
 
     def _times(self) -> None:
         actions = self.grid.codecs
