@@ -390,6 +390,26 @@ def test_attention_over_codes_is_that_over_decoded_rows(
     assert served or name in UNSERVED
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 3, -1), (1, 4, 3, -1), (3, -1), (1, 4, 3, 1)])
+def test_the_columns_of_a_mask_go_with_the_rows_that_they_are_of(shape: tuple[int, ...], tiny: Any) -> None:
+    model = tiny("llama")
+    cache = hooked(model, guard=False)
+    feed(model, cache, tokens(100), [100])
+    cache.apply("quant:kivi_hadamard,bits=4,group=32")  # dense first rows, codes, and dense ones behind
+    layer = cache[0]
+    new = mx.random.normal((1, 2, 3, 32), key=mx.random.key(1))
+    layer.update_and_fetch(new, new)
+    assert 0 < layer.store.head < layer.store.head + layer.store.sealed < layer.rows
+    queries = mx.random.normal((1, 4, 3, 32), key=mx.random.key(2))
+    mask = mx.random.normal(tuple(layer.rows if n == -1 else n for n in shape), key=mx.random.key(3))
+    for one in (mask, mask > -0.5):
+        keys, values = layer._hand_out(layer.store.parts())
+        got = serving.PackedServer().serve(layer, queries, keys, values, 0.3, one, None)
+        assert got is not None
+        want = STOCK(queries, keys, values, None, 0.3, one)
+        np.testing.assert_allclose(np.array(got), np.array(want), atol=1e-5)
+
+
 #: Models none of whose layers can be served in any of these layouts.
 UNSERVED = frozenset(
     {

@@ -11,7 +11,7 @@ from ..actions import parse_action
 from ..errors import ActionSyntaxError
 from .architecture_table import STATES, Architecture, ArchitectureTable, Entry
 from .architecture_trial import BITS, GROUP_SIZE
-from .capabilities import Rung
+from .capabilities import ATTENTION_WEIGHTS, Rung
 
 __all__ = ["page"]
 
@@ -26,7 +26,7 @@ felt. *Works* means that it ran (execution state `real`). What the feasibility c
 the state `backend_infeasible`; it was carried out all the same where there is code for it, and had to fail.
 
 The columns *native*, *cache* and *hook* say how many actions of the whole grid work at each rung of a cache, see
-[the hook](hook.md); a cache without `rung="hook"` is at rung cache.
+[the hook](hook.md); a cache without `rung="hook"` is at rung cache. A table without the last was made without the hook.
 
 Random weights say nothing about quality, and head dims of a real model may allow other group sizes than those of a small
 one: `lumina-cache probe --model M` asks a model itself.
@@ -40,8 +40,6 @@ _CACHES = (
     "Caches: K one row per token, R a sliding window, C attention chunks, A recurrent or convolution state, brackets "
     "for several caches of one layer; LayerCache is a class of the module's own."
 )
-
-_RUNGS = (Rung.NATIVE, Rung.CACHE, Rung.HOOK)
 
 #: Capabilities with a column of their own, and its heading.
 _COLUMNS = (
@@ -92,17 +90,24 @@ def _modules_table(built: Sequence[Architecture]) -> list[str]:
         if entry.action in ran:
             groups.setdefault(_group(entry.action), set()).add(entry.action)
     heads = ["module", "caches", *(f"{g} ({len(actions)})" for g, actions in groups.items())]
-    heads += [*(rung.name.lower() for rung in _RUNGS), *(heading for _, heading in _COLUMNS), "why not"]
+    rungs = _rungs(built)
+    heads += [*(rung.name.lower() for rung in rungs), *(heading for _, heading in _COLUMNS), "why not"]
     lines = [_row(heads), _row(["---"] * len(heads))]
     for one in built:
         cells = [f"`{one.module}`", str(one.cache)]
         for actions in groups.values():
             works = sum(e.outcome == "works" for e in one.entries if e.action in actions)
             cells.append("–" if works == 0 else "yes" if works == len(actions) else str(works))
-        cells += [str(sum(_rung(e.action) <= rung for e in one.of("works"))) for rung in _RUNGS]
+        cells += [str(sum(_rung(e.action) <= rung for e in one.of("works"))) for rung in rungs]
         cells += [_capability_cell(one, name) for name, _ in _COLUMNS]
         lines.append(_row([*cells, _why_refused(one)]))
     return lines
+
+
+def _rungs(built: Sequence[Architecture]) -> list[Rung]:
+    """Those that a table was made at: one without word of attention weights was made without the hook."""
+    hooked = any(str(ATTENTION_WEIGHTS) in one.capabilities for one in built)
+    return [Rung.NATIVE, Rung.CACHE, Rung.HOOK] if hooked else [Rung.NATIVE, Rung.CACHE]
 
 
 def _capability_cell(one: Architecture, name: str) -> str:
