@@ -1,4 +1,4 @@
-"""A policy of your own: ten lines, asked whenever the next step would pass the budget."""
+"""A policy of your own: ten lines, asked whenever the next step would pass the limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class NeverPack:
     name = "never_pack"
 
     def decide(self, state: State, candidates: Sequence[Candidate]) -> Decision:
-        fitting = [c for c in candidates if c.feasible and c.nbytes_next <= state.budget and "quant" not in str(c.action)]
+        limit = state.limit.nbytes
+        fitting = [c for c in candidates if c.feasible and c.nbytes_next <= limit and "quant" not in str(c.action)]
         best = max(fitting, key=lambda c: c.nbytes_next, default=candidates[0])
         return Decision(best.action, "the most rows that fit, dense")
 

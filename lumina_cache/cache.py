@@ -72,6 +72,10 @@ class CacheView:
     mlx_active: int
     mlx_pool: int
     mlx_peak: int
+    limit: (
+        int | None
+    )  #: bytes that may be allocated: the budget, less while the machine is short of memory; None: any
+    limit_why: str
 
 
 class LuminaCache(list[Any]):
@@ -206,6 +210,7 @@ class LuminaCache(list[Any]):
         steps = self._control.trackers[0]
         layers = held_all(leaves(self))
         bytes_now = Footprint.of(leaves(self))
+        limit = self._control.limit
         return CacheView(
             phase=steps.phase,
             step=steps.step,
@@ -227,6 +232,8 @@ class LuminaCache(list[Any]):
             mlx_active=bytes_now.mlx_active,
             mlx_pool=bytes_now.mlx_pool,
             mlx_peak=mx.get_peak_memory(),
+            limit=limit.nbytes,
+            limit_why=limit.why,
         )
 
     def recommend_prefill_step(self) -> int:
@@ -416,15 +423,14 @@ class LuminaCache(list[Any]):
 
     def _check_budget(self, nbytes: int) -> None:
         steps = self._control.trackers[0]
-        probe = self._control.probe(steps)
-        steps.expect(probe.updated_per_step)
-        probe = replace(probe, profile=self._control.profile(steps))
+        steps.expect(self._control.probe(steps).updated_per_step)
         if self._control.speculative:
             # No row may go while tokens can be taken back, so nothing can be promised for every length.
             return
         decider = self._control.decider
         assert decider is not None
-        decider.fit(probe.group_size)
+        self._control.fit(steps, decider)
+        probe = replace(self._control.probe(steps), profile=self._control.profile(steps))
         pinned = sum(end - first for first, end in self._control.protect)
         smallest = smallest_budget(probe, pinned)
         decider.keeper = replace(decider.keeper, floor=smallest)

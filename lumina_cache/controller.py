@@ -141,6 +141,11 @@ class Controller:
         """Where rows may be moved to."""
         return None if self.lease is None else self.lease.store
 
+    @property
+    def limit(self) -> Limit:
+        """Bytes that may be allocated now, and why."""
+        return Limit(None, "nobody decides") if self.decider is None else self.decider.limit
+
     # -- StepListener: the hot path ---------------------------------------------------------------------------------
 
     def step_begins(self, steps: StepTracker, tokens: int) -> None:
@@ -596,7 +601,7 @@ class Controller:
             known = len(self._guarded)
             with suppress(Exception):  # it is in the log; generation must not break because an action did
                 applied = self._execute(steps, decision.action, "policy", decider.number)
-                decider.learn(applied.observed_peak)
+                decider.done(applied.observed_peak)
             if len(self._guarded) == known:
                 return
 
@@ -740,6 +745,12 @@ class Controller:
             layers=[],
             reasons=[r.to_record() for r in reasons],
         )
+
+    def fit(self, steps: StepTracker, decider: Decider) -> None:
+        """Make sure that the figures are of codecs that this model's head dims take, and that it is known which it reads."""
+        decider.fit(self.probe(steps).group_size)
+        for figure in decider.profile.codecs:
+            self._probe_codecs(steps, figure.action)
 
     def _probe_codecs(self, steps: StepTracker, action: Action) -> None:
         """Make sure that the profile knows the packed layouts that ``action`` asks for."""
@@ -938,9 +949,9 @@ def smallest_budget(probe: ModelProbe, pinned: int = 0) -> int:
     """Fewest bytes that this model's cache can be held in from the first token on, for any number of tokens.
 
     Two needs: the first token, for which mlx-lm allocates a whole growth step of dense rows; and the steady state,
-    :data:`FEWEST_ROWS` dense rows per layer, with sliding windows and attention chunks full and recurrent state counted.
-    ``pinned`` rows that must stay come on top of those. Codecs could hold less, but whether a model's rows bear one is
-    known only when they are there.
+    :data:`FEWEST_ROWS` rows per layer, packed where the model reads packed rows, with sliding windows and attention chunks
+    full and dense and recurrent state counted. ``pinned`` rows that must stay come on top of those. Other codecs could hold
+    less, but whether a model's rows bear them is known only when they are there.
 
     Raises:
         BudgetError: if some layer grows without bound and cannot be kept from it on this backend.
@@ -959,7 +970,14 @@ def smallest_budget(probe: ModelProbe, pinned: int = 0) -> int:
             )
     first = nbytes_allocated(after_append((emptied(one) for one in probe.layers), 1))
     steady = [_at_least(one, FEWEST_ROWS + pinned) for one in probe.layers]
-    return max(first, nbytes_allocated(after_append(steady, 1)))
+    plans: list[Action] = [Keep()]
+    if probe.group_size is not None:
+        plans += [
+            Quantize("affine", bits, bits, probe.group_size)
+            for bits in (8, 4)
+            if profile.has(packed_attention(bits, probe.group_size))
+        ]
+    return max(first, min(nbytes_allocated(after_append(after_action(steady, plan), 1)) for plan in plans))
 
 
 #: Kinds of layers that hold one row per token for as long as the generation lasts.

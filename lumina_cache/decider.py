@@ -26,6 +26,7 @@ from .policy import (
     price_of_time,
     weigh,
 )
+from .policy.expected import Lost
 from .profile import Profile
 from .telemetry import Snapshot
 
@@ -47,6 +48,7 @@ class Decider:
     machine: Snapshot | None = None
     number: int = 0  #: of the last decision
     chosen: Candidate | None = None  #: of the last decision
+    lost: Lost | None = (0.0, 0.0)  #: what codes of earlier layouts have left in the rows
     _signs: tuple[object, ...] | None = None
     _profile: Profile | None = None
     _errors: list[float] = field(
@@ -55,7 +57,7 @@ class Decider:
 
     def __post_init__(self) -> None:
         self.keeper = LimitKeeper(self.budget)
-        self.limit = Limit(self.budget, "the budget")
+        self.limit = Limit(self.budget, "no budget" if self.budget is None else "the budget")
 
     def copy(self, log: AuditLog) -> Decider:
         """For a copy of the cache: the same limits, another log."""
@@ -68,10 +70,14 @@ class Decider:
         """Whether the machine has been read since the last look; only where reading costs nothing."""
         return self.read_machine() is not self.machine
 
-    def learn(self, observed_peak: int | None) -> None:
-        """Take down how far off the peak predicted for the last decision was, where it could be observed."""
-        if self.chosen is not None and observed_peak is not None and self.chosen.nbytes_peak > 0:
-            self._errors.append(math.log(max(1, observed_peak) / self.chosen.nbytes_peak))
+    def done(self, observed_peak: int | None) -> None:
+        """What was decided last has been carried out: take down what it lost for good, and how far off its peak was."""
+        if self.chosen is None:
+            return
+        x = self.chosen.inputs
+        self.lost = None if x.lost_kl is None or x.lost_p95 is None else (x.lost_kl, x.lost_p95)
+        if observed_peak is not None and x.nbytes_peak > 0:
+            self._errors.append(math.log(max(1, observed_peak) / x.nbytes_peak))
 
     @property
     def prediction_error(self) -> tuple[float, float]:
@@ -121,6 +127,7 @@ class Decider:
         machine = self.machine
         state = replace(
             state,
+            lost=self.lost,
             prediction_error=self.prediction_error,
             available=None if machine is None else machine.memory_available_bytes,
             weights=price_of_time(machine, self.weights),

@@ -10,7 +10,7 @@ takes for a while beside what is held is in :mod:`lumina_cache.transient`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .actions import (
     Action,
@@ -476,16 +476,8 @@ def carried_out(layers: Sequence[Held], action: Action, pinned: Pinned = ()) -> 
     """
     now = tuple(layers)
     if isinstance(action, Plan):
-        _require_numbers(now, action)
-        done: list[Held] = []
-        total = peak = nbytes_allocated(now)
-        for one in now:
-            [after_own], most = carried_out([one], action.for_layer(one.index), pinned)
-            own = nbytes_allocated([one])
-            peak = max(peak, total - own + most)
-            total += nbytes_allocated([after_own]) - own
-            done.append(after_own)
-        return tuple(done), peak
+        after = after_action(now, action, pinned)
+        return after, _worst(now, after, lambda one: action.for_layer(one.index), pinned)
     return parts_carried_out(now, action.parts, pinned)
 
 
@@ -511,8 +503,8 @@ def _worst(
     first, last = nbytes_allocated(before), nbytes_allocated(after)
     most = max(first, last)
     for was, now in zip(before, after, strict=True):
-        own = nbytes_allocated([replace(was, count=1)])
-        others = max(first - own, last - nbytes_allocated([replace(now, count=1)]))
+        own = nbytes_allocated([evolve(was, count=1)])
+        others = max(first - own, last - nbytes_allocated([evolve(now, count=1)]))
         most = max(most, others + own + transient_of_action(was, action_of(was), pinned))
     return most
 

@@ -32,7 +32,7 @@ from .backend.isolate import first_line
 from .backend.observing import attended, rotations
 from .backend.serving import PackedServer
 from .errors import UnsupportedCacheError
-from .layers import KVCache, ManagedLayer, RowLayer
+from .layers import ChunkedKVCache, KVCache, ManagedLayer, RotatingKVCache, RowLayer
 from .scorers.observed import OBSERVED, Rotation
 from .seen import UNHOOKED, Seen
 
@@ -191,7 +191,8 @@ class Reach:
         known = self._known
         rows = [layer for layer in layers if isinstance(layer, KVCache)]
         seen = _all_but((layer.name, known.why_unseen(layer.name)) for layer in rows)
-        served = _all_but((layer.name, known.why_unserved(layer.name)) for layer in rows)
+        encodable = [x for x in layers if isinstance(x, KVCache | RotatingKVCache | ChunkedKVCache)]
+        served = _all_but((layer.name, known.why_unserved(layer.name)) for layer in encodable)
         outcomes = {QUERIES: seen, ATTENTION_WEIGHTS: seen, OWN_PACKED_ATTENTION: served}
         for name in OBSERVED:
             if name in self.scorers:

@@ -372,6 +372,7 @@ def actions(said: list[dict[str, Any]]) -> list[tuple[int, str]]:
     return [(one["step"], one["action"]) for one in said if one.get("action", "keep") != "keep"]
 
 
+@pytest.mark.slow
 def test_two_processes_act_alike_while_only_one_of_them_is_short_of_memory(tmp_path: Path) -> None:
     mine, other = launch("pressure", tmp_path)
     assert common(mine) == common(other)

@@ -226,12 +226,12 @@ def test_the_grid_is_the_whole_action_space_with_all_bit_widths() -> None:
 
 
 def test_what_runs_is_real_and_what_is_refused_is_proved_to_fail() -> None:
-    found = judge("gpt_oss", ["evict:sinks_window@0.50", "quant:affine,bits=8,group=32", "evict:h2o@0.50"])
+    found = judge("gpt_oss", ["evict:sinks_window@0.50", "quant:affine,bits=8,group=32", "evict:kvzip@0.50"])
     assert found["evict:sinks_window@0.50"] == ("works", [])
     outcome, reasons = found["quant:affine,bits=8,group=32"]
     assert outcome == "refused"
     assert "attention sinks" in reasons[0]
-    assert found["evict:h2o@0.50"][0] == "refused"
+    assert found["evict:kvzip@0.50"][0] == "refused"
 
 
 def test_a_refusal_of_something_that_works_is_found_out() -> None:

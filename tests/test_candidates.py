@@ -358,6 +358,45 @@ def test_expected_damage_is_that_of_the_figures_and_unknown_without_one(
         assert candidate.score.total is None
 
 
+def test_encoding_rows_anew_cannot_undo_what_their_codes_have_lost() -> None:
+    """2 bits have lost 0.6 nats; 4 bits after them lose 0.02 more, and what was lost before that stays as well."""
+    coarse, finer = (parse_action(f"quant:hadamard,bits={bits},group=64") for bits in (2, 4))
+    each = after_action(dense_layers(), coarse)
+    state = state_of(each, 10**7, lost=(0.1, 0.3))
+    keep, again = weigh(state, [Keep(), finer], ABLE, replace(FIGURES, sensitivity=()))
+    assert keep.inputs.kl == pytest.approx(0.1 + 0.6)
+    assert (again.inputs.kl, again.inputs.p95) == (
+        pytest.approx(0.1 + 0.6 + 0.02),
+        pytest.approx(0.3 + 2.4 + 0.08),
+    )
+    assert (again.inputs.lost_kl, again.inputs.lost_p95) == (pytest.approx(0.7), pytest.approx(2.7))
+    [plan] = weigh(
+        state, [parse_action("0-3:quant:hadamard,bits=4,group=64")], ABLE, replace(FIGURES, sensitivity=())
+    )
+    assert plan.inputs.kl == pytest.approx(0.1 + 0.6 + 0.02 / 2)
+    assert plan.inputs.lost_kl == pytest.approx(0.1 + 0.6 / 2)
+
+
+def test_what_is_lost_is_unknown_where_there_is_no_figure_for_how_rows_were_stored() -> None:
+    each = after_action(dense_layers(), parse_action("quant:hadamard,bits=5,group=64"))
+    [again] = weigh(state_of(each, 10**7), [parse_action("quant:hadamard,bits=4,group=64")], ABLE, FIGURES)
+    assert (again.inputs.kl, again.inputs.lost_kl) == (None, None)
+    assert "before" in again.inputs.source
+
+
+def test_plans_of_our_own_count_what_is_lost_like_plans_of_a_caller() -> None:
+    each = after_action(dense_layers(), parse_action("quant:affine,bits=8,group=64"))
+    state = state_of(each, nbytes_allocated(next_layers(each, 1)) * 3 // 4)
+    plans = planned(state)
+    assert plans
+    for one in plans:
+        [ours] = weigh(state, (), ABLE, FIGURES, [one])
+        [theirs] = weigh(state, [one.plan], ABLE, FIGURES)
+        assert theirs.inputs.kl == pytest.approx(ours.inputs.kl)
+        assert theirs.inputs.lost_kl == pytest.approx(ours.inputs.lost_kl)
+        assert theirs.inputs.lost_kl > 0
+
+
 def test_time_is_unknown_where_a_codec_was_never_timed() -> None:
     texts = ["quant:hadamard,bits=4,group=64", "quant:kivi,bits=4,group=32"]
     timed, untimed = weigh(state_of(dense_layers(), 10**6), map(parse_action, texts), ABLE, FIGURES)

@@ -151,7 +151,17 @@ def test_rows_are_not_thrown_away_before_a_chunk_that_passes_the_limit_anyway() 
 
 
 def candidate(text: str, nbytes: int = 50, peak: int = 100, **inputs: Any) -> Candidate:
-    x = Inputs(nbytes_next=nbytes, nbytes_peak=peak, limit=100, memory=None, kl=0.0, p95=0.0, source="x")
+    x = Inputs(
+        nbytes_next=nbytes,
+        nbytes_peak=peak,
+        limit=100,
+        memory=None,
+        kl=0.0,
+        p95=0.0,
+        lost_kl=0.0,
+        lost_p95=0.0,
+        source="x",
+    )
     x = replace(x, **inputs)
     return Candidate(parse_action(text), (), x, score(x))
 

@@ -61,11 +61,10 @@ def actions(cache: LuminaCache) -> list[str]:
 
 
 def limit_of(cache: LuminaCache) -> int:
-    """The limit in force, as the last decision or the budget says."""
-    decider = cache._control.decider
-    assert decider is not None
-    assert decider.limit.nbytes is not None
-    return decider.limit.nbytes
+    """The limit in force."""
+    limit = cache.observe().limit
+    assert limit is not None
+    return limit
 
 
 # -- without a budget ---------------------------------------------------------------------------------------------------

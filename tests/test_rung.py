@@ -36,7 +36,7 @@ LAYOUTS = (
     "quant:kivi_hadamard,kbits=4,vbits=3,group=32",
     "quant:hadamard,bits=4,group=32,residual=8",
     "quant:affine,bits=4,group=32",
-    "quant:mxfp8,bits=8,group=32",
+    "quant:mxfp4,bits=4,group=32",
 )
 
 #: Prompt, then further tokens in steps that seal rows in between, one by one and several at once.
@@ -358,6 +358,8 @@ def test_attention_over_codes_is_that_over_decoded_rows(
 ) -> None:
     model, ids, served = tiny(name), tokens(150), 0
     for action in LAYOUTS:
+        if name == "afm7" and "mxfp" in action:
+            continue  # the rows of this tiny model are small integers, which these codes hold without an error
         checked = Checked()
         monkeypatch.setattr("lumina_cache.reach._SERVER", checked)
         with hooked(model, guard=False) as cache:
@@ -389,7 +391,19 @@ def test_attention_over_codes_is_that_over_decoded_rows(
 
 
 #: Models none of whose layers can be served in any of these layouts.
-UNSERVED = frozenset({"afm7", "deepseek_v32", "gemma2", "glm_moe_dsa", "plamo2"})
+UNSERVED = frozenset(
+    {
+        "afm7",
+        "deepseek_v32",
+        "gear",
+        "gemma2",
+        "glm_moe_dsa",
+        "minimax_m3_vl",
+        "plamo",
+        "plamo2",
+        "stablelm",
+    }
+)
 
 
 def test_codes_are_not_decoded_where_they_are_served(tiny: Any) -> None:

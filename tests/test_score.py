@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from lumina_cache.policy import Inputs, Weights, score
 
-HELD = Inputs(nbytes_next=90, nbytes_peak=100, limit=100, memory=1000, kl=0.0, p95=0.0, source="test")
+HELD = Inputs(
+    nbytes_next=90,
+    nbytes_peak=100,
+    limit=100,
+    memory=1000,
+    kl=0.0,
+    p95=0.0,
+    lost_kl=0.0,
+    lost_p95=0.0,
+    source="test",
+)
 
 
 def test_the_full_cache_with_room_to_spare_scores_zero() -> None:
@@ -93,6 +103,8 @@ inputs = st.builds(
     memory=st.one_of(st.none(), st.integers(0, 1 << 40)),
     kl=maybe,
     p95=maybe,
+    lost_kl=maybe,
+    lost_p95=maybe,
     source=st.text(max_size=5),
     time_ratio=st.one_of(st.none(), st.floats(0.01, 100)),
     own_seconds=maybe,

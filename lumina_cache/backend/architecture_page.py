@@ -7,8 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 
+from ..actions import parse_action
+from ..errors import ActionSyntaxError
 from .architecture_table import STATES, Architecture, ArchitectureTable, Entry
 from .architecture_trial import BITS, GROUP_SIZE
+from .capabilities import Rung
 
 __all__ = ["page"]
 
@@ -17,9 +20,13 @@ _INTRODUCTION = """\
 
 One row per model module of mlx-lm. Each module was built small with random weights and filled with a prompt in two
 chunks. Every action that this version has code for was then carried out on a copy of the cache and the model ran on:
-three tokens in one step had to give what they give one by one, evicted rows what masked rows give, and what loses
-something had to be felt. *Works* means that it ran (execution state `real`). What the feasibility classifier refuses has
+three tokens in one step had to give what they give one by one (unless rows are encoded in between, which the one step does
+not see), evicted rows what masked rows give (where all heads and layers keep the same), and what loses something had to be
+felt. *Works* means that it ran (execution state `real`). What the feasibility classifier refuses has
 the state `backend_infeasible`; it was carried out all the same where there is code for it, and had to fail.
+
+The columns *native*, *cache* and *hook* say how many actions of the whole grid work at each rung of a cache, see
+[the hook](hook.md); a cache without `rung="hook"` is at rung cache.
 
 Random weights say nothing about quality, and head dims of a real model may allow other group sizes than those of a small
 one: `lumina-cache probe --model M` asks a model itself.
@@ -33,6 +40,8 @@ _CACHES = (
     "Caches: K one row per token, R a sliding window, C attention chunks, A recurrent or convolution state, brackets "
     "for several caches of one layer; LayerCache is a class of the module's own."
 )
+
+_RUNGS = (Rung.NATIVE, Rung.CACHE, Rung.HOOK)
 
 #: Capabilities with a column of their own, and its heading.
 _COLUMNS = (
@@ -83,13 +92,14 @@ def _modules_table(built: Sequence[Architecture]) -> list[str]:
         if entry.action in ran:
             groups.setdefault(_group(entry.action), set()).add(entry.action)
     heads = ["module", "caches", *(f"{g} ({len(actions)})" for g, actions in groups.items())]
-    heads += [*(heading for _, heading in _COLUMNS), "why not"]
+    heads += [*(rung.name.lower() for rung in _RUNGS), *(heading for _, heading in _COLUMNS), "why not"]
     lines = [_row(heads), _row(["---"] * len(heads))]
     for one in built:
         cells = [f"`{one.module}`", str(one.cache)]
         for actions in groups.values():
             works = sum(e.outcome == "works" for e in one.entries if e.action in actions)
             cells.append("–" if works == 0 else "yes" if works == len(actions) else str(works))
+        cells += [str(sum(_rung(e.action) <= rung for e in one.of("works"))) for rung in _RUNGS]
         cells += [_capability_cell(one, name) for name, _ in _COLUMNS]
         lines.append(_row([*cells, _why_refused(one)]))
     return lines
@@ -150,11 +160,24 @@ def _never_table(built: Sequence[Architecture]) -> list[str]:
 
 
 def _group(action: str) -> str:
-    """The column that an action is counted in: one for all evictions, one per codec, one for all composites."""
+    """The column that an action is counted in: composites, evictions and codecs by what they need, others by name."""
     method = _method(action)
     if "+" in method:
         return "composites"
-    return "`evict`" if method.startswith("evict:") else f"`{method}`"
+    if method.startswith("evict:"):
+        return "`evict`, watched" if _rung(action) == Rung.HOOK else "`evict`"
+    if method.startswith("quant:") and method != "quant:affine":
+        return "`quant`, served" if _rung(action) == Rung.HOOK else "`quant`, decoded"
+    return f"`{method}`"
+
+
+@cache
+def _rung(action: str) -> Rung:
+    """How deep one must reach for an action; one of another version of the library is taken for the cache's own."""
+    try:
+        return parse_action(action).rung
+    except ActionSyntaxError:
+        return Rung.CACHE
 
 
 @cache

@@ -1,8 +1,10 @@
 """One model module, built small and put to the test: every action of the grid carried out where there is code for it.
 
-The actions work on copies of a filled cache. Afterwards three tokens in one step must give what they give one by one,
-evicted rows what masked rows give; what is lossy must be felt, and what is not must not. An action that the classifier
-refuses for the backend's sake is carried out all the same: that it fails is the proof of the refusal.
+The actions work on copies of a filled cache, which the attention hook reaches if the action needs it. Afterwards three
+tokens in one step must give what they give one by one (unless rows are encoded in between, which the one step does not
+see), and evicted rows what masked rows give (where all heads and layers keep the same); what is lossy must be felt, and
+what is not must not. An action that the classifier refuses for the backend's sake is carried out all the same: that it
+fails is the proof of the refusal.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from ..codecs import Affine
 from ..errors import ActionInfeasibleError
 from ..lab.tiny import CHUNKING_MOVES_LOGITS, SPECS, build, cache_pattern
 from ..layers import KVCache, adopt, leaves
+from ..reach import Reach
+from ..scorers.observed import OBSERVED
 from ..steps import StepTracker
+from .capabilities import BackendProfile, Rung
 from .feasibility import Verdict, classify
 from .isolate import first_line
 from .probe import ModelProbe, probe_model, probe_packed
@@ -67,7 +72,7 @@ def classify_module(question: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "cache": SPECS[name].cache,
         "capabilities": {
-            str(c): None if o.present else o.reason for c, o in sorted(trial.probe.profile.outcomes.items())
+            str(c): None if o.present else o.reason for c, o in sorted(trial.profile().outcomes.items())
         },
         "verdicts": [trial.judge(verdict) for verdict in trial.verdicts()],
     }
@@ -83,16 +88,29 @@ class Trial:
         steps = StepTracker(name="trial")
         made = make_prompt_cache(self.model)
         self.filled = [adopt(c, steps, f"layer {i}") for i, c in enumerate(made)]
+        self.reach = Reach(Rung.HOOK, self.model, OBSERVED)
+        self.reach.attach(leaves(self.filled))
         if (pattern := cache_pattern(made)) != SPECS[module].cache:
             raise ValueError(f"the cache is {pattern}, {SPECS[module].cache} was expected")
         position = 0
         for tokens in CHUNKS:
             self._forward(self.filled, position, tokens)
             position += tokens
-        self.chunk, self.single = self._after(copy.deepcopy(self.filled), copy.deepcopy(self.filled))
+        self.chunk, self.single = self._after(*self._copies(self.filled, self.filled))
+
+    def profile(self) -> BackendProfile:
+        """What the model can do with the filled cache at rung hook."""
+        return self.reach.profile(self.probe.profile, list(leaves(self.filled)))
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        return classify(grid(), self.probe.profile, held_all(leaves(self.filled)))
+        return classify(grid(), self.profile(), held_all(leaves(self.filled)))
+
+    def _copies(self, *each: list[Any], reach: bool = False) -> list[list[Any]]:
+        """Copies, which the hook reaches like the ones that they were made of, or not."""
+        copies = [copy.deepcopy(entries) for entries in each]
+        if reach:
+            self.reach.attach(leaf for entries in (*each, *copies) for leaf in leaves(entries))
+        return copies
 
     def judge(self, verdict: Verdict) -> tuple[str, list[str]]:
         """Outcome and reasons of one action, by carrying it out where there is code for it."""
@@ -101,31 +119,28 @@ class Trial:
         if reasons and not backend:
             return "refused", reasons
         try:
-            self._carry_out(verdict.action)
+            self._carry_out(verdict.action, _reaches(verdict))
         except ActionInfeasibleError as error:
             return "refused", reasons or [_PREFIX.sub("", str(error))]
         except Exception as error:
             return ("refused", reasons) if backend else ("fails", [first_line(error)])
         return ("works_when_forced", reasons) if backend else ("works", [])
 
-    def _carry_out(self, action: Action) -> None:
-        """Raises unless ``action`` took hold and the model goes on rightly."""
-        entries = copy.deepcopy(self.filled)
+    def _carry_out(self, action: Action, reach: bool) -> None:
+        """Raises unless ``action`` took hold and the model goes on rightly; ``reach``: whether the hook is there."""
+        [entries] = self._copies(self.filled, reach=reach)
         execute(list(leaves(entries)), action)
-        chunk, single = self._after(entries, copy.deepcopy(entries))
+        before = _sealed(entries)
+        [again] = self._copies(entries, reach=reach)
+        chunk, single = self._after(entries, again)
         unchanged = bool(mx.array_equal(chunk, self.chunk, equal_nan=True).item())
         if action.lossy and unchanged:
             raise ValueError("a lossy action moved no logit")
         if not action.lossy and not unchanged:
             raise ValueError("an action that loses nothing moved the logits")
-        ours = [leaf for leaf in leaves(entries) if isinstance(leaf, KVCache) and leaf.rows > 0]
-        # Where there is a dense tail, the rows of one step see each other as they came.
-        sealed_at_once = all(leaf.layout.unit == 1 for leaf in ours)
-        if self.module not in CHUNKING_MOVES_LOGITS and sealed_at_once:
+        if self.module not in CHUNKING_MOVES_LOGITS and _sealed(entries) == before:
             _require_same(chunk, single, f"{AFTER} tokens at once and one by one")
-        # One mask for all heads stands only for rows that all heads have lost.
-        alike = all(leaf.positions().ndim == 1 for leaf in ours)
-        if alike and action.lossy and all(isinstance(part, Evict) for part in action.parts):
+        if action.lossy and all(isinstance(part, Evict) for part in action.parts) and _alike(entries):
             masked_chunk, masked_single = self._masked(entries)
             _require_same(chunk, masked_chunk, "evicted rows and masked rows")
             _require_same(single, masked_single, "evicted rows and masked rows, one token at a time,")
@@ -161,6 +176,26 @@ class Trial:
         if mx.isnan(logits).any().item():
             raise ValueError("the model's logits are not numbers")
         return logits
+
+
+def _reaches(verdict: Verdict) -> bool:
+    """Whether an action is carried out with the hook: one that fails without it must not be helped by it."""
+    missing = {reason.capability for reason in verdict.reasons}
+    deepest = [c.rung for c in verdict.action.requires if str(c) in missing]
+    return verdict.action.rung == Rung.HOOK and min(deepest, default=Rung.HOOK) == Rung.HOOK
+
+
+def _sealed(entries: list[Any]) -> list[int]:
+    """Encoded rows of every layer whose newest ones stay dense for a while."""
+    stores = (leaf.store for leaf in leaves(entries) if isinstance(leaf, KVCache) and leaf.store is not None)
+    return [store.sealed for store in stores if store.layout.unit > 1]
+
+
+def _alike(entries: list[Any]) -> bool:
+    """Whether all heads of all layers hold rows of the same positions: models make one mask for several layers."""
+    kv = (leaf for leaf in leaves(entries) if isinstance(leaf, KVCache) and leaf.rows > 0)
+    heads = [rows for leaf in kv for rows in leaf.positions().reshape(-1, leaf.rows)]
+    return all(np.array_equal(rows, heads[0]) for rows in heads)
 
 
 def _hiding(leaf: KVCache, hidden: np.ndarray, rank_4: bool) -> Callable[..., mx.array]:

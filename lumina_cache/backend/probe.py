@@ -189,7 +189,7 @@ def _packed_attempt(model: Any, codec: Affine) -> Callable[[], None]:
 
 
 def probe_packed(model: Any, probe: ModelProbe, codec: Affine) -> ModelProbe:
-    """The same probe with the outcome for one more packed layout."""
+    """The same probe with the outcome for one more packed layout, remembered where the probe is."""
     keys = probe.profile.outcome(KEYS)
     outcome = _try(_packed_attempt(model, codec)) if keys.present else keys
     capability = packed_attention(codec.bits, codec.group_size)
@@ -197,7 +197,11 @@ def probe_packed(model: Any, probe: ModelProbe, codec: Affine) -> ModelProbe:
     if keys.present and not outcome.present:
         more |= examine_packed(model, capability, outcome)
     profile = replace(probe.profile, outcomes={**probe.profile.outcomes, **more})
-    return replace(probe, profile=profile)
+    found = replace(probe, profile=profile)
+    known = _remembered.get(id(model))
+    if known is not None and known[2] is probe:
+        _remembered[id(model)] = (known[0], known[1], found)
+    return found
 
 
 def pick_group_size(head_dims: Iterable[int]) -> int | None:

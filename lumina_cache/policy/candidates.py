@@ -14,6 +14,7 @@ from ..backend.feasibility import Reason, classify
 from ..codecs import Layout
 from ..codecs.base import grown_capacity
 from ..estimate import (
+    LANE_KINDS,
     Held,
     after_action,
     after_append,
@@ -27,11 +28,12 @@ from ..estimate import (
     parts_carried_out,
     rows_left,
     scoring_nbytes,
+    transient_of_action,
     uneven,
 )
 from ..evolve import evolve
 from ..profile import CodecFigure, EvictionFigure, Profile
-from .expected import Expected, Stored, evicted, own_seconds, stored
+from .expected import Expected, Lost, Stored, evicted, lost_by, own_seconds, stored
 from .score import Inputs, score
 from .values import Candidate, Group, State
 
@@ -231,6 +233,7 @@ class PlannedLayers:
     plan: Plan
     groups: tuple[Group, ...]
     nbytes_peak: int
+    lost: Lost  #: by storing rows that are encoded already in another way
 
 
 def plans_for(
@@ -310,11 +313,10 @@ class _Choice:
 
 @dataclass(frozen=True)
 class _Done:
-    """What comes of a choice."""
+    """What comes of a choice: a layer's caches after it, and for each its bytes before, after and beside it meanwhile."""
 
     after: tuple[Held, ...]
-    saved: int  #: bytes allocated before less after it
-    peak: int  #: most bytes on the way beyond those allocated before
+    nbytes: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -359,7 +361,9 @@ class _Planner:
             return None  # the same for all: that is among the other candidates
         plan = Plan(_ranges([(unit[0], one.action) for unit, one in zip(self.units, chosen, strict=True)]))
         done = self._all_done(chosen)
-        return PlannedLayers(plan, self._groups(chosen, done), self._peak(chosen, done))
+        return PlannedLayers(
+            plan, self._groups(chosen, done), self._peak(chosen, done), self._lost(done, chosen)
+        )
 
     def _all_done(self, chosen: Sequence[_Choice]) -> dict[int, _Done]:
         done: dict[int, _Done] = {}  # equal layers share their choices
@@ -372,9 +376,14 @@ class _Planner:
         """Everything that these caches could do, without what another choice beats in bytes and loss alike."""
         figures = [self.profile.by_layout.get(one.layout) for one in unit]
         known = all(f is not None or one.layout.dense for f, one in zip(figures, unit, strict=True))
-        stay = [(None, sum(f.kl for f in figures if f is not None))] if known else []
+        if not known:
+            return []
+        now = sum(
+            f.kl for f in figures if f is not None
+        )  # codes that are there already have lost it for good
+        stay = [(None, now)]
         coded = [
-            (f.action, f.kl * len(unit))
+            (f.action, now + f.kl * len(unit))
             for f in self.figures
             if not any(_coarser_already(one, f.action) for one in unit)
         ]
@@ -399,15 +408,13 @@ class _Planner:
         )
 
     def _done(self, unit: Sequence[Held], action: Action) -> _Done:
-        before = total = nbytes_allocated(unit)
-        peak, after = 0, []
-        for one in unit:
-            own = nbytes_allocated([one])
-            [done], most = carried_out([one], action, self.state.protect)
-            peak = max(peak, total - own + most - before)
-            total += nbytes_allocated([done]) - own
-            after.append(done)
-        return _Done(tuple(after), before - total, peak)
+        protect = self.state.protect
+        after = after_action(unit, action, protect)
+        nbytes = tuple(
+            (nbytes_allocated([a]), nbytes_allocated([b]), transient_of_action(a, action, protect))
+            for a, b in zip(unit, after, strict=True)
+        )
+        return _Done(after, nbytes)
 
     def _groups(self, chosen: Sequence[_Choice], done: Mapping[int, _Done]) -> tuple[Group, ...]:
         sums: dict[int, tuple[int, float]] = {}
@@ -422,13 +429,29 @@ class _Planner:
         depth = _depth(self.state)
         return (*ours, *(Group(one, self.profile.weight(one.index, depth)) for one in self.others))
 
+    def _lost(self, done: Mapping[int, _Done], chosen: Sequence[_Choice]) -> Lost:
+        before = [
+            Group(one, weight)
+            for (_, unit), weight in zip(self.units, self.weights, strict=True)
+            for one in unit
+        ]
+        after = [held for one in chosen for held in done[id(one)].after]
+        found = lost_by(before, after, self.profile)
+        assert found is not None, "a layer without a figure has no choice"
+        # Shares of the units alone; windows beside them count as layers too.
+        windows = sum(one.kind in LANE_KINDS and one.rows > 0 for one in self.others)
+        share = len(before) / (len(before) + windows)
+        return found[0] * share, found[1] * share
+
     def _peak(self, chosen: Sequence[_Choice], done: Mapping[int, _Done]) -> int:
-        """Layer by layer, in the order in which a plan is carried out."""
-        total = peak = nbytes_allocated(self.state.layers)
-        for one in chosen:
-            peak = max(peak, total + done[id(one)].peak)
-            total -= done[id(one)].saved
-        return peak
+        """As :func:`~lumina_cache.estimate.carried_out` has it."""
+        each = [one for choice in chosen for one in done[id(choice)].nbytes]
+        first = nbytes_allocated(self.state.layers)
+        last = first + sum(after - before for before, after, _ in each)
+        most = max(first, last)
+        for before, after, beside in each:
+            most = max(most, max(first - before, last - after) + before + beside)
+        return most
 
 
 def _coarser_already(held: Held, codec: Quantize) -> bool:
@@ -477,6 +500,8 @@ def weigh(
         memory=None if state.available is None else nbytes_allocated(state.layers) + state.available,
         kl=None,
         p95=None,
+        lost_kl=None,
+        lost_p95=None,
         source="",
         step_seconds=profile.step_seconds,
         horizon=state.horizon,
@@ -493,6 +518,7 @@ class _After:
     """What depends on how many rows stay and how they are stored, not on which ones: actions share it."""
 
     stored: Stored
+    lost: Lost | None
     nbytes_next: int
     nbytes_peak: int  #: while rows are moved and encoded
     nbytes_before: int = 0  #: most bytes allocated before or after the first part
@@ -529,6 +555,8 @@ class _Weighing:
             nbytes_peak=after.peak_with(action.parts[0]),
             kl=figures.kl,
             p95=figures.p95,
+            lost_kl=None if after.lost is None else after.lost[0],
+            lost_p95=None if after.lost is None else after.lost[1],
             source=figures.source,
             time_ratio=figures.time_ratio,
             own_seconds=own_seconds(action, self.touched, self.profile, self.depth),
@@ -544,10 +572,13 @@ class _Weighing:
     def _work_out(self, action: Action) -> _After:
         planned = self.plans.get(id(action))
         if planned is not None:
-            return self._leaving(planned.groups, planned.nbytes_peak)
+            return self._leaving(planned.groups, planned.lost, planned.nbytes_peak)
         if isinstance(action, Plan):
             each, peak = carried_out(self.state.each, action, self.state.protect)
-            return self._leaving(grouped(replace(self.state, each=each), self.profile), peak)
+            weights = [self.profile.weight(one.index, self.depth) for one in self.state.each]
+            before_it = [Group(one, w) for one, w in zip(self.state.each, weights, strict=True)]
+            lost = lost_by(before_it, each, self.profile)
+            return self._leaving(grouped(replace(self.state, each=each), self.profile), lost, peak)
         held, protect = tuple(group.held for group in self.groups), self.state.protect
         first, *rest = action.parts
         before, chosen_from = nbytes_allocated(held), tuple[Held, ...]()
@@ -558,13 +589,21 @@ class _Weighing:
             chosen_from = tuple(a for a, b in zip(held, cut, strict=True) if a != b)
         layers, peak = parts_carried_out(held, (first, *rest), protect)
         after = tuple(Group(one, g.weight) for one, g in zip(layers, self.groups, strict=True))
-        return self._leaving(after, peak, before, chosen_from)
+        lost = lost_by(self.groups, layers, self.profile)
+        return self._leaving(after, lost, peak, before, chosen_from)
 
     def _leaving(
-        self, after: Sequence[Group], peak: int, before: int = 0, chosen_from: tuple[Held, ...] = ()
+        self,
+        after: Sequence[Group],
+        lost: Lost | None,
+        peak: int,
+        before: int = 0,
+        chosen_from: tuple[Held, ...] = (),
     ) -> _After:
         nbytes = nbytes_allocated(next_layers((g.held for g in after), self.state.tokens))
-        return _After(stored(after, self.profile), nbytes, peak, before, chosen_from)
+        so_far = self.state.lost
+        lost = None if lost is None or so_far is None else (lost[0] + so_far[0], lost[1] + so_far[1])
+        return _After(stored(after, self.profile, lost), lost, nbytes, peak, before, chosen_from)
 
 
 def _storage(part: Action) -> object:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..actions import Action, Evict, Offload, Plan, Quantize, Reclaim
-from ..estimate import LANE_KINDS
+from ..estimate import LANE_KINDS, Held
 from ..profile import Profile
 from .values import Group
 
-__all__ = ["Expected", "Stored", "evicted", "own_seconds", "stored"]
+__all__ = ["Expected", "Lost", "Stored", "evicted", "lost_by", "own_seconds", "stored"]
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,49 @@ class Stored:
     kept: float  #: least share of the tokens seen whose rows a layer still holds; 1 where none is missing
 
 
-def stored(groups: Sequence[Group], profile: Profile) -> Stored:
+#: What codes of earlier layouts have left in rows that were decoded from them: mean KL and p95 (nats per token).
+Lost = tuple[float, float]
+
+
+def lost_by(before: Sequence[Group], after: Iterable[Held], profile: Profile) -> Lost | None:
+    """What is added to that when layers are stored as in ``after``; None if there is no figure for how they were stored.
+
+    Encoding rows anew cannot undo what their codes have lost already: the damages of both codecs add up.
+    """
+    total = sum(g.held.count for g in before if _is_ours(g.held))
+    kl = p95 = 0.0
+    for group, held in zip(before, after, strict=True):
+        was = group.held.layout
+        if not _is_ours(group.held) or was.dense or held.layout is was or held.layout == was:
+            continue
+        figure = profile.by_layout.get(was)
+        if figure is None:
+            return None
+        kl, p95 = kl + figure.kl * group.weight / total, p95 + figure.p95 * group.weight / total
+    return kl, p95
+
+
+def _is_ours(held: Held) -> bool:
+    return held.rows > 0 and (held.kind == "kv" or held.kind in LANE_KINDS)
+
+
+def stored(groups: Sequence[Group], profile: Profile, lost: Lost | None = (0.0, 0.0)) -> Stored:
     """What storing layers like this costs, apart from missing rows.
 
-    ``KL = Σ weight·KL(codec) / layers``: the damages of the layers' codecs add up, weighted by their sensitivity.
+    ``KL = lost + Σ weight·KL(codec) / layers``: the damages of the layers' codecs add up, weighted by their sensitivity.
     """
-    ours = [g for g in groups if g.held.rows > 0 and (g.held.kind == "kv" or g.held.kind in LANE_KINDS)]
+    ours = [g for g in groups if _is_ours(g.held)]
     total = sum(g.held.count for g in ours)
     if not total:
         return Stored(Expected(0.0, 0.0, 1.0, "exact: no rows were changed"), 1.0)
     kept = min(
         (g.held.rows / g.held.offset for g in ours if g.held.kind == "kv" and g.held.evicted), default=1.0
     )
-    kl = p95 = 0.0
+    if lost is None:
+        return Stored(Expected(None, None, None, "no figure for how rows were stored before"), kept)
+    kl, p95 = lost
     time: float | None = 0.0
-    source = "exact: dense and complete"
+    source = source_of(profile) if kl else "exact: dense and complete"
     for group in ours:
         one = group.held
         if one.on_disk:

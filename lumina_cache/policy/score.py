@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["KL_PER_POINT", "OVERFLOW_POINTS", "Inputs", "Score", "Weights", "score"]
@@ -47,6 +47,8 @@ class Inputs:
     memory: int | None  #: bytes that may be allocated while it is carried out; None: not known
     kl: float | None  #: mean KL to the full cache, nats per token
     p95: float | None
+    lost_kl: float | None  #: the part of ``kl`` that codes of earlier layouts have left behind; None: unknown
+    lost_p95: float | None
     source: str  #: where the figures come from, or why there is none
     time_ratio: float | None = None  #: of a decode step after it, over one of the dense, full cache
     own_seconds: float | None = None  #: of the action itself
@@ -56,7 +58,7 @@ class Inputs:
     error_spread: float = 0.0
 
     def to_record(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return dict(vars(self))
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Inputs:

@@ -45,6 +45,10 @@ class State:
     rows_must_stay: bool = False  #: tokens may be taken back (speculative decoding)
     protect: Pinned = ()  #: ranges of positions (first, end) that the caller protects from eviction
     evicted_by: str | None = None  #: scorer by which rows are missing already
+    lost: tuple[float, float] | None = (
+        0.0,
+        0.0,
+    )  #: mean KL and p95 that codes of earlier layouts have left in the rows; None: unknown
     prediction_error: tuple[float, float] = (
         0.0,
         0.0,
@@ -80,6 +84,7 @@ class State:
             "rows_must_stay": self.rows_must_stay,
             "protect": [list(one) for one in self.protect],
             "evicted_by": self.evicted_by,
+            "lost": None if self.lost is None else list(self.lost),
             "prediction_error": list(self.prediction_error),
             "weights": self.weights.to_record(),
             "machine": self.machine,
