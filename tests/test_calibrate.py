@@ -79,7 +79,7 @@ def figures(profile: Profile) -> dict[str, Any]:
         "codecs": record["codecs"],
         "evictors": record["evictors"],
         "sensitivity": record["sensitivity"],
-        **{k: about[k] for k in ("points", "layers", "assumptions", "documents", "unmeasured")},
+        **{k: about[k] for k in ("points", "layers", "assumptions", "documents", "unmeasured", "untimed")},
     }
 
 
@@ -400,9 +400,7 @@ def test_where_packed_rows_cannot_be_read_fetched_ones_are_measured(tiny: Any, t
     assert len(refused) == 6
 
 
-def test_scorers_that_watch_attention_are_measured_and_leave_no_hook_behind(
-    tiny: Any, tmp_path: Path
-) -> None:
+def test_what_reaches_the_attention_is_measured_and_leaves_no_hook_behind(tiny: Any, tmp_path: Path) -> None:
     gc.collect()  # caches of other tests may still hold a hook
     model = tiny("llama")
     call = mlx_lm.models.llama.scaled_dot_product_attention
@@ -411,6 +409,8 @@ def test_scorers_that_watch_attention_are_measured_and_leave_no_hook_behind(
     profile = calibrate(loaded(model), settings, out=tmp_path / "p.json").profile
     kl = {e.scorer: e.at(0.5)[0] for e in profile.evictors}
     assert set(kl) == {*SCORERS, *OBSERVED}
+    timed = {c.action.codec for c in profile.codecs if c.times}
+    assert timed == set(CODECS), profile.provenance["untimed"]
     # On a model of random weights nothing foretells attention better than attention itself.
     assert max(kl["h2o"], kl["snapkv"]) < min(kl["random"], kl["keydiff"])
     gc.collect()

@@ -81,14 +81,13 @@ class Measured:
 
     @cached_property
     def unmeasured(self) -> dict[str, str]:
-        """Action → why it has no figure."""
-        found: dict[str, str] = {}
-        for record in (*self.quality, *self.steps):
-            if record.get("state") == "backend_infeasible":
-                found[record["action"]] = "; ".join(str(r["text"]) for r in record["reasons"])
-            elif record.get("state") == "failed":
-                found[record["action"]] = f"failed: {record['error']}"
-        return found
+        """Action → why it has no figure of quality."""
+        return _reasons(self.quality)
+
+    @cached_property
+    def untimed(self) -> dict[str, str]:
+        """Action → why its steps were not timed."""
+        return _reasons(self.steps)
 
     def on(self, action: Action) -> set[str]:
         """Documents that ``action`` was measured on."""
@@ -136,6 +135,16 @@ class Measured:
         )
 
 
+def _reasons(records: Iterable[Record]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for record in records:
+        if record.get("state") == "backend_infeasible":
+            found[record["action"]] = "; ".join(str(r["text"]) for r in record["reasons"])
+        elif record.get("state") == "failed":
+            found[record["action"]] = f"failed: {record['error']}"
+    return found
+
+
 def assemble(
     measured: Measured, grid: Grid, shape: ModelShape, settings: Settings, provenance: Mapping[str, Any]
 ) -> Profile:
@@ -174,6 +183,7 @@ def assemble(
             "time_spread": _time_spread(measured),
             "own_work_spread": spread,
             "unmeasured": dict(measured.unmeasured),
+            "untimed": dict(measured.untimed),
         },
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,3 +40,4 @@ class ObservedBench(Bench):
         for cache in (self.full, self.full_planted):
             if cache is not None:
                 cache.close()
+        gc.collect()  # copies that subjects changed have hooks of their own, closed when they are collected

@@ -31,8 +31,10 @@ _UNEQUAL: dict[str, tuple[tuple[int, int], ...]] = {
     "kivi_hadamard": ((4, 3), (4, 2), (3, 2), (2, 3)),
 }
 
-#: Bits, where all that a codec takes would be many: KIVI's blocks of rows at 6 and 5 bits are no better than affine's.
-_ONLY: dict[str, tuple[int, ...]] = dict.fromkeys(("kivi", "kivi_hadamard"), (8, 4, 3, 2))
+#: Bits, where all that a codec takes would be many.
+_ONLY: dict[str, tuple[int, ...]] = dict.fromkeys(
+    ("kivi", "kivi_hadamard", "kivi_packed", "hadamard_packed", "kivi_hadamard_packed"), (8, 4, 3, 2)
+)
 
 #: Groups (elements) in which a codec is measured, best first; the first that fits the model's heads is taken.
 _GROUPS: dict[str, tuple[int, ...]] = dict.fromkeys(("kivi", "kivi_hadamard"), (32, 64))

@@ -28,6 +28,7 @@ def as_text(profile: Profile) -> str:
         *_assumptions(about["assumptions"]),
         *_own_work(profile),
         *(f"not measured: {action}: {reason}" for action, reason in about["unmeasured"].items()),
+        *(f"not timed: {action}: {reason}" for action, reason in about["untimed"].items()),
     ]
     return "\n".join(lines)
 

@@ -214,7 +214,7 @@ class _Run:
     def _times(self) -> None:
         actions = self.grid.codecs
         share = self._timed_work() / max(1, len(self.settings.timed_rows) * len(actions) + 1)
-        timer = Clock(self.loaded.model, self.used[0].tokens, self.settings)
+        timer = Clock(self.loaded.model, self.used[0].tokens, self.settings, actions)
         before = self.done
         try:
             for what, record in timings(

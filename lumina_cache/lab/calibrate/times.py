@@ -7,13 +7,14 @@ ratios, with quartiles. Rows are those of a text, but any would do.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ...actions import Action, Offload
+from ...backend.capabilities import Rung
 from ...cache import LuminaCache
 from ...disk import DiskStore
-from ...errors import ActionInfeasibleError, LuminaError
+from ...errors import ActionInfeasibleError, BackendInterfaceError, LuminaError, UnsupportedCacheError
 from ..answer import detached_copy
 from ..compare import interleaved_rates
 from ..evaluate.measure import read_prompt
@@ -29,48 +30,67 @@ OWN_WORK_ROWS = 1024
 
 
 class Clock:
-    """One filled cache that grows from one number of rows to the next, and copies of it that are timed."""
+    """One filled cache that grows from one number of rows to the next, and copies of it that are timed.
 
-    def __init__(self, model: Any, tokens: Sequence[int], settings: Settings) -> None:
+    Actions that reach the model's attention are carried out in a second one, at rung hook, which watches nothing; they
+    are timed beside the dense cache without a hook like all others.
+    """
+
+    def __init__(
+        self, model: Any, tokens: Sequence[int], settings: Settings, actions: Iterable[Action]
+    ) -> None:
         self.model = model
         self.tokens = tokens
         self.settings = settings
         self.disk = DiskStore(None, max_bytes=None, total_max_bytes=None)
         self.full = LuminaCache(model, telemetry=False, disk=self.disk, guard=False)
+        self.hooked = self._hooked() if any(a.rung >= Rung.HOOK for a in actions) else None
         self._filled = 0
 
+    def _hooked(self) -> LuminaCache | None:
+        try:
+            return LuminaCache(self.model, telemetry=False, guard=False, rung="hook", observe=())
+        except (BackendInterfaceError, UnsupportedCacheError):
+            return None  # actions that need it are then refused, with the reason
+
     def close(self) -> None:
-        self.full.close()
+        for cache in (self.full, self.hooked):
+            if cache is not None:
+                cache.close()
         self.disk.close()
 
     def fill(self, rows: int) -> None:
         more = [self.tokens[i % len(self.tokens)] for i in range(self._filled, rows)]
-        read_prompt(self.model, self.full, tuple(more), self.settings.plan.chunk)
+        for cache in (self.full, self.hooked):
+            if cache is not None:
+                read_prompt(self.model, cache, tuple(more), self.settings.plan.chunk)
         self._filled = rows
 
     def step(self, action: Action) -> dict[str, Any]:
         """Record of decode steps after ``action``, beside the dense cache. Refusals have a reason and no figure."""
+        reaches = self.hooked is not None and action.rung >= Rung.HOOK
+        dense, other = detached_copy(self.full), detached_copy(self.hooked if reaches else self.full)
         base = {"kind": "step", "document": TIMES, "context": self._filled, "action": str(action)}
-        dense, other = detached_copy(self.full), detached_copy(self.full)
-        live = other.observe().nbytes_live
         try:
-            applied = other.apply(action)
+            return {**base, "state": "real", **self._timed(dense, other, action)}
         except ActionInfeasibleError as error:
-            return {
-                **base,
-                "state": "backend_infeasible",
-                "reasons": [{"code": "refused", "text": str(error)}],
-            }
+            reasons = [{"code": "refused", "text": str(error)}]
+            return {**base, "state": "backend_infeasible", "reasons": reasons}
         except LuminaError as error:
             return {**base, "state": "failed", "error": f"{type(error).__name__}: {error}"}
+        finally:
+            for cache in (dense, other):
+                cache.close()
+
+    def _timed(self, dense: LuminaCache, other: LuminaCache, action: Action) -> dict[str, Any]:
+        live = other.observe().nbytes_live
+        applied = other.apply(action)
         # The first step of each side allocates and is not counted.
         tokens = [self.tokens[i % len(self.tokens)] for i in range(self.settings.timed_steps + 1)]
         for cache in (dense, other):
             read_prompt(self.model, cache, (tokens[0],), 1)
         rates = interleaved_rates(self.model, dense, other, tokens[1:], chunk=1)
         return {
-            **base,
-            "state": "real",
             "ratio": rates.ratio,
             "low": rates.ratio_low,
             "high": rates.ratio_high,
