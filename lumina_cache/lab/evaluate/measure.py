@@ -97,8 +97,8 @@ class Bench:
         yield
         self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
 
-    def _log_probabilities(self, cache: Any, fed: tuple[int, ...], scored: int, block: int) -> mx.array:
-        found = log_probabilities(self.model, cache, fed, block)[-scored:]
+    def _log_probabilities(self, cache: Any, fed: tuple[int, ...], scored: int) -> mx.array:
+        found = log_probabilities(self.model, cache, fed, self.plan.block)[-scored:]
         mx.eval(found)
         return found
 
@@ -133,13 +133,13 @@ class Bench:
             self.reference["T5"] = {"tokens": len(self.run)}
 
     def _continue(self, cache: Any) -> mx.array:
-        return self._log_probabilities(cache, self.task.fed, len(self.task.fed), self.plan.block)
+        return self._log_probabilities(cache, self.task.fed, len(self.task.fed))
 
     def _copy(self, cache: Any, copy: Copy) -> mx.array:
-        return self._log_probabilities(cache, copy.fed, len(copy.expected), len(copy.fed))
+        return self._log_probabilities(cache, copy.fed, len(copy.expected))
 
     def _lookup(self, cache: Any, question: Lookup) -> int:
-        last = self._log_probabilities(cache, question.fed, 1, len(question.fed))[0]
+        last = self._log_probabilities(cache, question.fed, 1)[0]
         return _index_of_greatest(last[mx.array(question.candidates)])
 
     def _greedy(self, cache: Any, follow: list[int] | None) -> list[int]:
