@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -84,7 +85,8 @@ def eval_command(
     if as_json_text:
         print(as_json(found))
     else:
-        print_result(found, Console())
+        # A pipe or a file has no width; the table should not be folded for the 80 columns that are assumed then.
+        print_result(found, Console() if sys.stdout.isatty() else Console(width=160))
     return all(row["state"] != "failed" for row in found["rows"])
 
 
