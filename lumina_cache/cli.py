@@ -299,8 +299,8 @@ def evaluate(
     block: Annotated[int | None, typer.Option(help="Tokens per teacher-forced forward.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Of planted names and of the bootstrap.", min=0)] = 0,
     rung: Annotated[
-        str | None, typer.Option(help="Refuse actions beyond native, cache, hook, kernel or trained.")
-    ] = None,
+        str, typer.Option(help="How deep caches reach into mlx-lm: native, cache or hook.")
+    ] = "cache",
     quick: Annotated[
         bool, typer.Option("--quick", help="Two documents of 400 tokens, T1 and T2: under a minute.")
     ] = False,

@@ -300,7 +300,7 @@ def result() -> dict[str, Any]:
             "plan": plan.to_record(),
             "documents": [{"context": 1024, "domain": "prose"}] * 2,
             "model": {"name": "m", "fingerprint": "f", "dtype": "mlx.core.float32"},
-            "device": "cpu", "mlx": "1", "mlx_lm": "2", "lumina_cache": "3",
+            "device": "cpu", "rung": "cache", "mlx": "1", "mlx_lm": "2", "lumina_cache": "3",
         },
         "gates": [vars(g) for g in gates(records, plan)],
         "rows": [r.to_record() for r in rows(records, ["small", "large", "no"], NAMES, plan)],

@@ -11,7 +11,7 @@ from .documents import EvalDocument, select, user_texts
 from .plan import QUICK, Plan
 from .results import read_result
 from .run import Progress, evaluate
-from .subjects import parse_rung, parse_subject, parse_subjects
+from .subjects import parse_subject, parse_subjects
 
 __all__ = [
     "QUICK",
@@ -19,7 +19,6 @@ __all__ = [
     "Plan",
     "Progress",
     "evaluate",
-    "parse_rung",
     "parse_subject",
     "parse_subjects",
     "read_result",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,14 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from ...errors import EvaluationError
+from ...reach import rung_of
 from ..models import load_model
 from .documents import user_texts
 from .plan import QUICK, Plan, parse_contexts
 from .render import as_json, as_markdown, print_result, put_between
 from .results import read_result
 from .run import Progress, evaluate
-from .subjects import parse_rung, parse_subjects
+from .subjects import parse_subjects
 
 __all__ = ["DEFAULT_ACTIONS", "eval_command"]
 
@@ -42,7 +44,7 @@ def eval_command(
     tests: str | None,
     block: int | None,
     seed: int,
-    rung: str | None,
+    rung: str,
     quick: bool,
     out: Path | None,
     result: Path | None,
@@ -54,7 +56,8 @@ def eval_command(
         found = read_result(result)
     else:
         plan = _plan(quick, contexts, documents, tests, block, seed)
-        subjects = parse_subjects(actions or DEFAULT_ACTIONS, None if rung is None else parse_rung(rung))
+        subjects = parse_subjects(actions or DEFAULT_ACTIONS)
+        level = rung_of(rung)
         own = user_texts(texts) if texts else None
         console = Console(stderr=True)
         with console.status("loading the model"):
@@ -66,7 +69,7 @@ def eval_command(
                 bar.update(task, completed=progress.done, total=progress.total, description=progress.what)
 
             try:
-                found = evaluate(loaded, subjects, plan, texts=own, out=out, on_progress=show)
+                found = evaluate(loaded, subjects, plan, rung=level, texts=own, out=out, on_progress=show)
             except KeyboardInterrupt:
                 bar.stop()
                 if out is not None:
@@ -82,7 +85,8 @@ def eval_command(
     if as_json_text:
         print(as_json(found))
     else:
-        print_result(found, Console())
+        # A pipe or a file has no width; the table should not be folded for the 80 columns that are assumed then.
+        print_result(found, Console() if sys.stdout.isatty() else Console(width=160))
     return all(row["state"] != "failed" for row in found["rows"])
 
 

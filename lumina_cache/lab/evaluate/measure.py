@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from ...backend.capabilities import Rung
 from ...cache import LuminaCache
 from ...errors import EngagementError
 from ..answer import detached_copy
@@ -70,6 +71,8 @@ class Bench:
     plan: Plan
     index: int  #: of the document within its context
     disk: bool = False  #: whether caches may write rows to files
+    rung: Rung = Rung.CACHE
+    observe: tuple[str, ...] = ()  #: scorers that watch the prompt's attention, at rung hook
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -87,9 +90,23 @@ class Bench:
             self._answer()
 
     def _filled(self, context: tuple[int, ...]) -> LuminaCache:
-        cache = LuminaCache(self.model, telemetry=False, log=None, disk=self.disk, guard=False)
+        cache = LuminaCache(
+            self.model,
+            telemetry=False,
+            log=None,
+            disk=self.disk,
+            guard=False,
+            rung=self.rung,
+            observe=self.observe if self.rung == Rung.HOOK else None,
+        )
         read_prompt(self.model, cache, context, self.plan.chunk)
         return cache
+
+    def close(self) -> None:
+        """Close the full caches, and with them what they hold on to (hooks, files)."""
+        for cache in (self.full, self.full_planted):
+            if cache is not None:
+                cache.close()
 
     @contextmanager
     def _clock(self, what: str) -> Iterator[None]:
@@ -97,9 +114,12 @@ class Bench:
         yield
         self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
 
-    def _log_probabilities(self, cache: Any, fed: tuple[int, ...], scored: int, block: int) -> mx.array:
-        found = log_probabilities(self.model, cache, fed, block)[-scored:]
-        mx.eval(found)
+    # What follows leaves the cache that it is given as it is, and feeds a copy.
+
+    def _log_probabilities(self, cache: Any, fed: tuple[int, ...], scored: int) -> mx.array:
+        with _copied(cache) as own:
+            found = log_probabilities(self.model, own, fed, self.plan.block)[-scored:]
+            mx.eval(found)
         return found
 
     def _answer(self) -> None:
@@ -107,7 +127,7 @@ class Bench:
         plan, task = self.plan, self.task
         self.reference: dict[str, Any] = {}
         if "T1" in plan.tests:
-            self.continued = self._continue(detached_copy(self.full))
+            self.continued = self._continue(self.full)
             short = make_prompt_cache(self.model)
             read_prompt(self.model, short, task.context[-plan.short_context :], plan.chunk)
             self.reference["T1"] = {
@@ -115,7 +135,7 @@ class Bench:
                 "nll_short_context": nll(self._continue(short), task.expected),
             }
         if "T2" in plan.tests:
-            self.copied = [self._copy(detached_copy(self.full_planted), c) for c in self.asks.copies]
+            self.copied = [self._copy(self.full_planted, c) for c in self.asks.copies]
             alone = [self._copy(make_prompt_cache(self.model), c) for c in self.asks.copies]
             expected = [c.expected for c in self.asks.copies]
             self.reference["T2"] = {
@@ -123,33 +143,34 @@ class Bench:
                 "accuracy_no_context": _mean(map(hits, alone, expected)),
             }
         if "T3" in plan.tests and self.asks.lookups:
-            self.looked_up = [self._lookup(detached_copy(self.full_planted), q) for q in self.asks.lookups]
+            self.looked_up = [self._lookup(self.full_planted, q) for q in self.asks.lookups]
             right = [c == q.answer for c, q in zip(self.looked_up, self.asks.lookups, strict=True)]
             self.reference["T3"] = {"accuracy": _mean(right), "questions": len(right)}
         elif "T3" in plan.tests:
             self.reference["T3"] = {"reason": self.asks.lookup_reason}
         if self.free:
-            self.run = self._greedy(detached_copy(self.full), None)
+            self.run = self._greedy(self.full, None)
             self.reference["T5"] = {"tokens": len(self.run)}
 
     def _continue(self, cache: Any) -> mx.array:
-        return self._log_probabilities(cache, self.task.fed, len(self.task.fed), self.plan.block)
+        return self._log_probabilities(cache, self.task.fed, len(self.task.fed))
 
     def _copy(self, cache: Any, copy: Copy) -> mx.array:
-        return self._log_probabilities(cache, copy.fed, len(copy.expected), len(copy.fed))
+        return self._log_probabilities(cache, copy.fed, len(copy.expected))
 
     def _lookup(self, cache: Any, question: Lookup) -> int:
-        last = self._log_probabilities(cache, question.fed, 1, len(question.fed))[0]
+        last = self._log_probabilities(cache, question.fed, 1)[0]
         return _index_of_greatest(last[mx.array(question.candidates)])
 
     def _greedy(self, cache: Any, follow: list[int] | None) -> list[int]:
         """Greedy tokens after the first fed one; with ``follow``, only until they differ from it."""
         token, out = self.task.fed[0], list[int]()
-        for i in range(self.plan.free_run):
-            token = _index_of_greatest(self.model(mx.array([[token]]), cache=cache)[0, -1])
-            if follow is not None and token != follow[i]:
-                break
-            out.append(token)
+        with _copied(cache) as own:
+            for i in range(self.plan.free_run):
+                token = _index_of_greatest(self.model(mx.array([[token]]), cache=own)[0, -1])
+                if follow is not None and token != follow[i]:
+                    break
+                out.append(token)
         return out
 
     def document_record(self) -> dict[str, Any]:
@@ -174,11 +195,20 @@ class Bench:
             Refused: it cannot be carried out in this state.
             EngagementError: it was carried out, and nothing changed or bytes are not those predicted.
         """
-        plan = self.plan
         self.seconds = {}
-        with self._clock("take"):
-            taken = subject.take(self.full, self.model)
-            other = subject.take(self.full_planted, self.model) if self.full_planted is not None else None
+        with ExitStack() as stack:
+            with self._clock("take"):
+                taken = subject.take(self.full, self.model)
+                stack.callback(_close, taken.cache)
+                other = None
+                if self.full_planted is not None:
+                    other = subject.take(self.full_planted, self.model).cache
+                    stack.callback(_close, other)
+            return self._measured(subject, taken, other)
+
+    def _measured(self, subject: Subject, taken: Taken, other: Any) -> dict[str, Any]:
+        """The record of a changed cache; ``other`` is the one of the planted context, changed alike."""
+        plan = self.plan
         held = stored(taken.cache)
         self._check_bytes(subject, taken, held)
         record: dict[str, Any] = {
@@ -194,30 +224,29 @@ class Bench:
                 "predicted_allocated": taken.predicted_allocated,
                 "share16": held.live16 / self.dense.live16,
                 "share16_allocated": held.allocated16 / self.dense.live16,
+                "seen": held.seen,
             },
             "take_seconds": taken.seconds,
         }
         moved = []
         if "T1" in plan.tests:
             with self._clock("T1"):
-                record["T1"] = self._continuation(detached_copy(taken.cache))
+                record["T1"] = self._continuation(taken.cache)
             moved.append(record["T1"]["kl_max"])
         if "T2" in plan.tests:
-            assert other is not None
             with self._clock("T2"):
-                record["T2"] = self._copies(other.cache)
+                record["T2"] = self._copies(other)
             moved += [c["kl"] for c in record["T2"]["by_depth"]]
         if taken.changed and moved and not any(moved):
             raise EngagementError(
                 f"{subject.text}: rows were changed, yet the logits are those of the full cache to the last bit"
             )
         if "T3" in plan.tests and self.asks.lookups:
-            assert other is not None
             with self._clock("T3"):
-                record["T3"] = self._lookups(other.cache)
+                record["T3"] = self._lookups(other)
         if self.free:
             with self._clock("T5"):
-                agreed = self._greedy(detached_copy(taken.cache), self.run)
+                agreed = self._greedy(taken.cache, self.run)
             record["T5"] = {"agreed": len(agreed), "of": len(self.run)}
         if self.timed:
             with self._clock("time"):
@@ -252,7 +281,7 @@ class Bench:
     def _copies(self, cache: Any) -> dict[str, Any]:
         by_depth = []
         for copy, reference in zip(self.asks.copies, self.copied, strict=True):
-            tried = self._copy(detached_copy(cache), copy)
+            tried = self._copy(cache, copy)
             kl, _ = kl_and_agreement(reference, tried)
             by_depth.append(
                 {"depth": copy.depth, "kl": float(kl.mean()), "accuracy": hits(tried, copy.expected)}
@@ -264,7 +293,7 @@ class Bench:
         }
 
     def _lookups(self, cache: Any) -> dict[str, Any]:
-        chosen = [self._lookup(detached_copy(cache), q) for q in self.asks.lookups]
+        chosen = [self._lookup(cache, q) for q in self.asks.lookups]
         return {
             "accuracy": _mean(c == q.answer for c, q in zip(chosen, self.asks.lookups, strict=True)),
             "flips": _mean(c != f for c, f in zip(chosen, self.looked_up, strict=True)),
@@ -272,8 +301,24 @@ class Bench:
 
     def _time(self, cache: Any) -> dict[str, Any]:
         tokens = list(self.task.fed[: self.plan.timed_steps])
-        rates = interleaved_rates(self.model, detached_copy(self.full), detached_copy(cache), tokens, chunk=1)
+        with _copied(self.full) as full, _copied(cache) as changed:
+            rates = interleaved_rates(self.model, full, changed, tokens, chunk=1)
         return {"ratio": rates.ratio, "low": rates.ratio_low, "high": rates.ratio_high, "steps": rates.rounds}
+
+
+@contextmanager
+def _copied(cache: Any) -> Iterator[Any]:
+    own = detached_copy(cache)
+    try:
+        yield own
+    finally:
+        _close(own)
+
+
+def _close(cache: Any) -> None:
+    """Let go of what a cache holds on to; caches of others hold on to nothing."""
+    if isinstance(cache, LuminaCache):
+        cache.close()
 
 
 def _index_of_greatest(values: mx.array) -> int:

@@ -23,9 +23,8 @@ TESTS = {
 class Plan:
     """Settings of one evaluation. Lengths are in tokens.
 
-    ``contexts`` are pairs (tokens in the cache when the action is taken, documents). ``block`` is how many tokens of
-    the continuation each forward takes: rows that come after an action are stored as the action says, block by block. A
-    passage or question of T2 and T3 goes in whole, as a prompt would.
+    ``contexts`` are pairs (tokens in the cache when the action is taken, documents). ``block`` is how many tokens each
+    forward after the action takes: rows that come then are stored as the action says, block by block.
     ``chunk`` is the prefill step, the same for every document. ``free_run_documents`` and ``timed_documents`` count per
     context: those tests decode token by token, so they are run on the first documents only.
     """

@@ -146,7 +146,8 @@ def _notes(result: Mapping[str, Any]) -> Sequence[str]:
         f"bytes predicted = bytes of the arrays in {sum(exact)} of {len(exact)} rows (T6)",
         "share: bytes of the rows held, as a 16-bit cache would store them, of dense rows; KL in nats per token to the "
         f"full cache, mean over documents; brackets: 95 % bootstrap over documents; {plan['block']} tokens per forward",
-        f"{model['name']} ({model['fingerprint']}) in {model['dtype'].removeprefix('mlx.core.')}, device="
-        f"{header['device']}, MLX {header['mlx']}, mlx-lm {header['mlx_lm']}, lumina_cache {header['lumina_cache']}",
+        f"{model['name']} ({model['fingerprint']}) in {model['dtype'].removeprefix('mlx.core.')}, "
+        f"device={header['device']}, rung {header['rung']}, MLX {header['mlx']}, mlx-lm {header['mlx_lm']}, "
+        f"lumina_cache {header['lumina_cache']}",
     ]
     return notes

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...backend.capabilities import Rung
 from ...errors import EvaluationError
+from ...reach import rung_of
 from ..corpus import Document
 from ..models import LoadedModel
 from .documents import EvalDocument, Shortage, select
@@ -36,6 +39,7 @@ def evaluate(
     subjects: Sequence[Subject],
     plan: Plan,
     *,
+    rung: str | Rung = Rung.CACHE,
     texts: Sequence[Document] | None = None,
     out: Path | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
@@ -45,22 +49,27 @@ def evaluate(
     With ``out``, what is measured is on disk at once; the same call after a crash or an interruption goes on from there.
 
     Args:
+        rung: how deep caches reach into mlx-lm, see :class:`~lumina_cache.cache.LuminaCache`. At ``hook`` they watch the
+            prompt's attention for the scorers among ``subjects``, and serve rows from codes.
         texts: the user's own texts; None for those that every installation has.
 
     Raises:
+        UnsupportedCacheError: there is no such rung, or this model has not got it.
         EvaluationError: no text is long enough, or ``out`` holds figures made under other conditions.
     """
     if not subjects:
         raise EvaluationError("no action to evaluate: name at least one, such as quant:affine,bits=4")
+    level = rung_of(rung)
     documents, lacking = _documents(loaded, plan, texts)
     header = {
         **conditions(loaded),
+        "rung": level.name.lower(),
         "plan": plan.to_record(),
         "documents": [d.to_record() for d in documents],
     }
     store = Store(out, header)
     try:
-        _measure_all(loaded, subjects, plan, documents, store, on_progress)
+        _measure_all(loaded, subjects, plan, level, documents, store, on_progress)
         result = _result(subjects, plan, documents, lacking, store)
         store.finish(result)
     finally:
@@ -84,11 +93,13 @@ def _measure_all(
     loaded: LoadedModel,
     subjects: Sequence[Subject],
     plan: Plan,
+    rung: Rung,
     documents: Sequence[EvalDocument],
     store: Store,
     on_progress: Callable[[Progress], None],
 ) -> None:
     code, disk = code_fingerprint(), any(s.needs_disk for s in subjects)
+    observe = tuple(dict.fromkeys(name for s in subjects for name in s.observes))
     index: dict[int, int] = {}
     total = sum(_prefill_work(d, plan) + len(subjects) * _subject_work(plan, d) for d in documents)
     done = 0.0
@@ -97,18 +108,22 @@ def _measure_all(
         index[document.context] += 1
         due = [s for s in subjects if not _known(store.get(document.context, document.name, s.text), code)]
         known = store.get(document.context, document.name, None)
-        bench = None
         on_progress(Progress(done, total, document.name))
-        if due or known is None:
-            bench = Bench(loaded.model, loaded.tokenizer, document, plan, number, disk)
-            if known is None:
-                store.add({**bench.document_record(), "code": code})
-        done += _prefill_work(document, plan)
-        for subject in subjects:
-            on_progress(Progress(done, total, f"{document.name}  {subject.text}"))
-            if subject in due and bench is not None:
-                store.add({**measured(bench, subject), "code": code})
-            done += _subject_work(plan, document)
+        with ExitStack() as stack:
+            bench = None
+            if due or known is None:
+                bench = Bench(
+                    loaded.model, loaded.tokenizer, document, plan, number, disk, rung=rung, observe=observe
+                )
+                stack.callback(bench.close)
+                if known is None:
+                    store.add({**bench.document_record(), "code": code})
+            done += _prefill_work(document, plan)
+            for subject in subjects:
+                on_progress(Progress(done, total, f"{document.name}  {subject.text}"))
+                if subject in due and bench is not None:
+                    store.add({**measured(bench, subject), "code": code})
+                done += _subject_work(plan, document)
     on_progress(Progress(done, total, "done"))
 
 

@@ -29,6 +29,7 @@ class Stored:
     allocated: int
     live16: float  #: floating elements at two bytes
     allocated16: int
+    seen: int  #: statistics of the attention, kept beside the rows; not in the others
 
 
 def stored(cache: Any) -> Stored:
@@ -42,7 +43,8 @@ def stored(cache: Any) -> Stored:
             allocated16 += nbytes16
             live += array.nbytes * in_use
             live16 += nbytes16 * in_use
-    return Stored(int(live), allocated, float(live16), allocated16)
+    seen = sum(leaf.seen.nbytes for leaf in leaves(cache) if getattr(leaf, "seen", None) is not None)
+    return Stored(int(live), allocated, float(live16), allocated16, seen)
 
 
 def _arrays(leaf: Any) -> Iterator[tuple[mx.array, Fraction]]:

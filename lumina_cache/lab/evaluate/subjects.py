@@ -21,13 +21,14 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models import cache as stock
 
-from ...actions import Action, parse_action
-from ...backend.capabilities import DISK_TIER, Rung
+from ...actions import Action, Evict, parse_action, singles
+from ...backend.capabilities import DISK_TIER
 from ...cache import LuminaCache
-from ...errors import ActionInfeasibleError, ActionSyntaxError, EngagementError, EvaluationError
+from ...errors import ActionInfeasibleError, ActionSyntaxError, EngagementError
+from ...scorers.observed import OBSERVED
 from ..answer import detached_copy
 
-__all__ = ["Refused", "Subject", "Taken", "parse_rung", "parse_subject", "parse_subjects"]
+__all__ = ["Refused", "Subject", "Taken", "parse_subject", "parse_subjects"]
 
 Reasons = tuple[Mapping[str, Any], ...]
 
@@ -67,6 +68,11 @@ class Subject(Protocol):
         """Whether rows are written to files."""
         ...
 
+    @property
+    def observes(self) -> tuple[str, ...]:
+        """Scorers that have to watch the prompt's attention."""
+        ...
+
     def surroundings(self) -> AbstractContextManager[None]:
         """What is to be in place while its caches are used, and undone afterwards."""
         ...
@@ -87,16 +93,19 @@ class _Plain:
     def needs_disk(self) -> bool:
         return False
 
+    @property
+    def observes(self) -> tuple[str, ...]:
+        return ()
+
     def surroundings(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
 @dataclass(frozen=True)
 class OwnAction(_Plain):
-    """An action of this library, up to a rung."""
+    """An action of this library."""
 
     action: Action
-    rung: Rung | None = None
     version: str | None = None
 
     @property
@@ -107,23 +116,23 @@ class OwnAction(_Plain):
     def needs_disk(self) -> bool:
         return DISK_TIER in self.action.requires
 
+    @property
+    def observes(self) -> tuple[str, ...]:
+        evictions = (part for part in singles(self.action) if isinstance(part, Evict))
+        return tuple(part.scorer for part in evictions if part.scorer in OBSERVED)
+
     def take(self, full: LuminaCache, model: Any) -> Taken:
-        if self.rung is not None and self.action.rung > self.rung:
-            deep = ", ".join(sorted(str(c) for c in self.action.requires if c.rung > self.rung))
-            raise Refused(
-                (
-                    {
-                        "code": "rung",
-                        "text": f"needs {deep}, beyond the rung {self.rung.name.lower()} that was asked for",
-                    },
-                )
-            )
         fork = detached_copy(full)
         try:
             applied = fork.apply(self.action)
         except ActionInfeasibleError as error:
+            fork.close()
             raise Refused(_reasons(fork, error)) from None
+        except BaseException:
+            fork.close()
+            raise
         if applied is None:
+            fork.close()
             raise EngagementError(f"{self.action}: put off to a boundary, though the cache is at one")
         return Taken(
             fork,
@@ -157,7 +166,7 @@ class StockQuantized(_Plain):
         return importlib.metadata.version("mlx-lm")
 
     def take(self, full: LuminaCache, model: Any) -> Taken:
-        plain = detached_copy(full).to_mlx()
+        plain = _plain(full)
         mx.eval([entry.state for entry in plain])
         start = time.perf_counter()
         try:
@@ -207,7 +216,7 @@ class TurboQuant(_Plain):
                     },
                 )
             ) from None
-        plain = detached_copy(full).to_mlx()
+        plain = _plain(full)
         if any(type(entry) is not stock.KVCache for entry in plain):
             kinds = ", ".join(sorted({type(entry).__name__ for entry in plain} - {"KVCache"}))
             raise Refused(({"code": "refused", "text": f"cannot be filled from {kinds}"},))
@@ -236,6 +245,15 @@ def _mlx_lm_as_it_was() -> Iterator[None]:
                     setattr(module, name, value)
 
 
+def _plain(full: LuminaCache) -> list[Any]:
+    """The full cache's contents as mlx-lm's own objects, with buffers of their own."""
+    fork: LuminaCache = detached_copy(full)
+    try:
+        return fork.to_mlx()
+    finally:
+        fork.close()
+
+
 def _line(error: Exception) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:300]
 
@@ -247,7 +265,7 @@ _OTHERS: Mapping[str, tuple[Mapping[str, int | None], type[Any]]] = {
 }
 
 
-def parse_subject(text: str, rung: Rung | None = None) -> Subject:
+def parse_subject(text: str) -> Subject:
     """An action's text form, or ``mlx-lm:…`` or ``mlx-turboquant:…``.
 
     Raises:
@@ -255,7 +273,7 @@ def parse_subject(text: str, rung: Rung | None = None) -> Subject:
     """
     name, colon, settings = text.strip().partition(":")
     if name not in _OTHERS:
-        return OwnAction(parse_action(text), rung)
+        return OwnAction(parse_action(text))
     known, make = _OTHERS[name]
     given = dict(known)
     for part in settings.split(",") if colon else []:
@@ -272,20 +290,7 @@ def parse_subject(text: str, rung: Rung | None = None) -> Subject:
     return found
 
 
-def parse_subjects(texts: Sequence[str], rung: Rung | None = None) -> list[Subject]:
+def parse_subjects(texts: Sequence[str]) -> list[Subject]:
     """All of ``texts``, which white space separates within one, in order and without repetitions."""
-    found = {s.text: s for text in texts for s in (parse_subject(t, rung) for t in text.split())}
+    found = {s.text: s for text in texts for s in (parse_subject(t) for t in text.split())}
     return list(found.values())
-
-
-def parse_rung(text: str) -> Rung:
-    """A rung by its name in small letters.
-
-    Raises:
-        EvaluationError: there is none of that name.
-    """
-    try:
-        return Rung[text.upper()]
-    except KeyError:
-        names = ", ".join(r.name.lower() for r in Rung)
-        raise EvaluationError(f"unknown rung {text!r}; known: {names}") from None
