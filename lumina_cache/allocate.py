@@ -66,14 +66,23 @@ def _slope(options: Sequence[Option], small: int, large: int) -> float:
 UNITS = 2048
 
 
-def allocate(layers: Sequence[Sequence[Option]], budget: int, *, exact: bool = True) -> Allocation | None:
+def allocate(
+    layers: Sequence[Sequence[Option]],
+    budget: int,
+    *,
+    exact: bool = True,
+    hulls: Sequence[list[int]] | None = None,
+) -> Allocation | None:
     """The best option for every layer within ``budget`` bytes; None if even the smallest ones do not fit.
 
     Of two methods the better result: the walk down the hulls, and dynamic programming over bytes in units of
     budget/2048 (or of the options' common divisor, where that is coarser; then it is exact). The second takes
     milliseconds where the first takes a fraction of one; ``exact=False`` leaves it out.
+
+    Args:
+        hulls: of every layer, as :func:`lower_hull` gives them, if they are known.
     """
-    walked = _walk(layers, budget)
+    walked = _walk(layers, budget, [lower_hull(options) for options in layers] if hulls is None else hulls)
     if walked is None or not exact or walked.loss <= walked.at_least:
         return walked
     chosen = _by_units(layers, budget)
@@ -110,9 +119,8 @@ def _by_units(layers: Sequence[Sequence[Option]], budget: int) -> list[int] | No
     return chosen
 
 
-def _walk(layers: Sequence[Sequence[Option]], budget: int) -> Allocation | None:
+def _walk(layers: Sequence[Sequence[Option]], budget: int, hulls: Sequence[list[int]]) -> Allocation | None:
     """Down the hulls, steepest step first."""
-    hulls = [lower_hull(options) for options in layers]
     at = [len(hull) - 1 for hull in hulls]  # the smallest option of each layer
     nbytes = sum(layers[i][hull[-1]].nbytes for i, hull in enumerate(hulls))
     loss = sum(layers[i][hull[-1]].loss for i, hull in enumerate(hulls))

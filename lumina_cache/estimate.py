@@ -9,7 +9,7 @@ takes for a while beside what is held is in :mod:`lumina_cache.transient`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .actions import (
@@ -477,7 +477,8 @@ def carried_out(layers: Sequence[Held], action: Action, pinned: Pinned = ()) -> 
     now = tuple(layers)
     if isinstance(action, Plan):
         after = after_action(now, action, pinned)
-        return after, _worst(now, after, lambda one: action.for_layer(one.index), pinned)
+        beside = [transient_of_action(one, action.for_layer(one.index), pinned) for one in now]
+        return after, _worst(now, after, beside)
     return parts_carried_out(now, action.parts, pinned)
 
 
@@ -488,24 +489,25 @@ def parts_carried_out(
     now, peak = layers, nbytes_allocated(layers)
     for part in parts:
         after = after_action(now, part, pinned)
-        peak = max(peak, _worst(now, after, lambda _, part=part: part, pinned))  # type: ignore[misc]
+        beside = [_transient(a, b, part) for a, b in zip(now, after, strict=True)]
+        peak = max(peak, _worst(now, after, beside))
         now = after
     return now, peak
 
 
-def _worst(
-    before: Sequence[Held],
-    after: Sequence[Held],
-    action_of: Callable[[Held], Action],
-    pinned: Pinned = (),
-) -> int:
-    """The largest transient while all other layers are as before, or, where they grow, as afterwards."""
-    first, last = nbytes_allocated(before), nbytes_allocated(after)
+def _worst(before: Sequence[Held], after: Sequence[Held], beside: Sequence[int]) -> int:
+    """The largest transient while all other layers are as before, or, where they grow, as afterwards.
+
+    Args:
+        beside: bytes that one of the layers needs beside it meanwhile.
+    """
+    sizes = [(nbytes_allocated([a]), nbytes_allocated([b])) for a, b in zip(before, after, strict=True)]
+    first, last = sum(a for a, _ in sizes), sum(b for _, b in sizes)
     most = max(first, last)
-    for was, now in zip(before, after, strict=True):
-        own = nbytes_allocated([evolve(was, count=1)])
-        others = max(first - own, last - nbytes_allocated([evolve(now, count=1)]))
-        most = max(most, others + own + transient_of_action(was, action_of(was), pinned))
+    for one, (was, now), transient in zip(before, sizes, beside, strict=True):
+        own = was // one.count
+        others = max(first - own, last - now // one.count)
+        most = max(most, others + own + transient)
     return most
 
 

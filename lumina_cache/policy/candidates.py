@@ -342,10 +342,10 @@ class _Planner:
             key = tuple(_ALIKE(one) for one in unit)
             if key not in kinds:
                 front = self._choices(unit, evict)
-                hull = (
-                    range(len(front)) if exact else lower_hull([Option(c.nbytes_next, c.kl) for c in front])
-                )
-                kinds[key] = [front[i] for i in hull]
+                if not exact:
+                    hull = lower_hull([Option(c.nbytes_next, c.kl) for c in front])
+                    front = [front[i] for i in reversed(hull)]
+                kinds[key] = front
             choices.append(kinds[key])
         options = [
             [Option(one.nbytes_next, one.kl * weight) for one in each]
@@ -353,7 +353,9 @@ class _Planner:
         ]
         if not all(options):
             return None
-        found = allocate(options, self.room, exact=exact)
+        # Weights scale a layer's losses, so what is left of its choices lies on its hull.
+        hulls = None if exact else [list(range(len(each)))[::-1] for each in choices]
+        found = allocate(options, self.room, exact=exact, hulls=hulls)
         if found is None:
             return None
         chosen = [each[j] for each, j in zip(choices, found.chosen, strict=True)]
