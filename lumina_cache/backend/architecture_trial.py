@@ -23,6 +23,7 @@ from ..errors import ActionInfeasibleError
 from ..lab.tiny import CHUNKING_MOVES_LOGITS, SPECS, build, cache_pattern
 from ..layers import KVCache, adopt, leaves
 from ..steps import StepTracker
+from .capabilities import ROW_CHOICE
 from .feasibility import Verdict, classify
 from .isolate import first_line
 from .probe import ModelProbe, probe_model, probe_packed
@@ -101,29 +102,39 @@ class Trial:
         if reasons and not backend:
             return "refused", reasons
         try:
-            self._carry_out(verdict.action)
+            proven = self._carry_out(verdict.action)
         except ActionInfeasibleError as error:
             return "refused", reasons or [_PREFIX.sub("", str(error))]
         except Exception as error:
             return ("refused", reasons) if backend else ("fails", [first_line(error)])
-        return ("works_when_forced", reasons) if backend else ("works", [])
+        if backend:
+            return "works_when_forced" if proven else "refused", reasons
+        return "works", []
 
-    def _carry_out(self, action: Action) -> None:
-        """Raises unless ``action`` took hold and the model goes on rightly."""
+    def _carry_out(self, action: Action) -> bool:
+        """Raises unless ``action`` took hold and the model goes on rightly.
+
+        Returns whether all of it was felt: where eviction left so few rows that a codec keeps them dense, it was not.
+        """
         entries = copy.deepcopy(self.filled)
         execute(list(leaves(entries)), action)
+        encoded = any(one.bits and one.sealed for one in held_all(leaves(entries)))
+        sealed = _sealed(entries)
         chunk, single = self._after(entries, copy.deepcopy(entries))
         unchanged = bool(mx.array_equal(chunk, self.chunk, equal_nan=True).item())
         if action.lossy and unchanged:
             raise ValueError("a lossy action moved no logit")
         if not action.lossy and not unchanged:
             raise ValueError("an action that loses nothing moved the logits")
-        if self.module not in CHUNKING_MOVES_LOGITS:
+        # Rows that are encoded during the steps after are so sooner or later by the length of the steps.
+        if self.module not in CHUNKING_MOVES_LOGITS and _sealed(entries) == sealed:
             _require_same(chunk, single, f"{AFTER} tokens at once and one by one")
-        if action.lossy and all(isinstance(part, Evict) for part in action.parts):
+        # One mask for all heads and layers stands for rows that all of them have lost.
+        if action.lossy and all(isinstance(p, Evict) and ROW_CHOICE not in p.requires for p in action.parts):
             masked_chunk, masked_single = self._masked(entries)
             _require_same(chunk, masked_chunk, "evicted rows and masked rows")
             _require_same(single, masked_single, "evicted rows and masked rows, one token at a time,")
+        return encoded or not any(isinstance(part, Quantize) for part in action.parts)
 
     def _masked(self, evicted: list[Any]) -> tuple[mx.array, mx.array]:
         """The unchanged cache with a mask over the rows that ``evicted`` has lost."""
@@ -156,6 +167,11 @@ class Trial:
         if mx.isnan(logits).any().item():
             raise ValueError("the model's logits are not numbers")
         return logits
+
+
+def _sealed(entries: list[Any]) -> list[int]:
+    """Rows that each layer with a dense tail has encoded."""
+    return [one.sealed for one in held_all(leaves(entries)) if one.tail_capacity]
 
 
 def _hiding(leaf: KVCache, hidden: np.ndarray, rank_4: bool) -> Callable[..., mx.array]:
