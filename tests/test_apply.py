@@ -88,12 +88,12 @@ def test_what_the_model_still_owes_is_computed_before_the_action_and_not_in_its_
 @pytest.mark.parametrize(
     "text",
     [
-        "evict:h2o@0.50",
+        "evict:kvzip@0.50",
         "quant:gear,bits=4,group=32",
         "quant:kvquant,kbits=4,vbits=2,group=32",
         "evict:sinks_window@0.50+quant:turboquant,bits=4,group=32",
         "quant:affine,bits=8,group=32+offload:quest@0.50",
-        "0-1:evict:sinks_window@0.50;2:evict:h2o@0.50",
+        "0-1:evict:sinks_window@0.50;2:evict:kvzip@0.50",
         "merge:minicache",
         "offload:shadowkv@0.50",
         "page:64",

@@ -18,7 +18,9 @@ from lumina_cache.audit import AuditLog
 from lumina_cache.cache import LuminaCache
 from lumina_cache.errors import ActionInfeasibleError
 from lumina_cache.estimate import peak_of_action, row_nbytes
+from lumina_cache.lab.answer import arrays_of
 from lumina_cache.lab.tiny import SPECS, build
+from lumina_cache.layers import leaves
 
 ROWS = 1100
 
@@ -185,13 +187,18 @@ def test_growing_without_room_takes_one_layers_buffer_for_a_while_and_no_more(
 
 @pytest.mark.parametrize("action", ["evict:sinks_window@rows=64", "quant:affine,bits=8,group=32", "reclaim"])
 def test_no_slice_keeps_a_whole_buffer_alive(tiny: Any, action: str) -> None:
-    """Actions end in buffers of their own: dropping the cache frees exactly what it says it holds."""
+    """Actions end in buffers of their own: dropping the cache frees what it says it holds, each to within two pages.
+
+    MLX hands out pooled buffers that are up to two pages larger than what is asked for.
+    """
     cache = filled(tiny("llama"))
     cache.apply(action)
+    gc.collect()  # what others left behind is not this cache's
     nbytes, active = real_bytes(cache), mx.get_active_memory()
+    arrays = sum(1 for leaf in leaves(cache) for _ in arrays_of(leaf))
     del cache
     gc.collect()
-    assert active - mx.get_active_memory() == pytest.approx(nbytes, rel=0.05)
+    assert nbytes <= active - mx.get_active_memory() <= nbytes + arrays * 2 * 4096
 
 
 def test_slack_is_counted_as_allocated_and_not_as_live(tiny: Any) -> None:

@@ -23,7 +23,6 @@ from ..errors import ActionInfeasibleError
 from ..lab.tiny import CHUNKING_MOVES_LOGITS, SPECS, build, cache_pattern
 from ..layers import KVCache, adopt, leaves
 from ..steps import StepTracker
-from .capabilities import ROW_CHOICE
 from .feasibility import Verdict, classify
 from .isolate import first_line
 from .probe import ModelProbe, probe_model, probe_packed
@@ -129,8 +128,9 @@ class Trial:
         # Rows that are encoded during the steps after are so sooner or later by the length of the steps.
         if self.module not in CHUNKING_MOVES_LOGITS and _sealed(entries) == sealed:
             _require_same(chunk, single, f"{AFTER} tokens at once and one by one")
-        # One mask for all heads and layers stands for rows that all of them have lost.
-        if action.lossy and all(isinstance(p, Evict) and ROW_CHOICE not in p.requires for p in action.parts):
+        # One mask for all heads stands only for rows that all heads have lost.
+        alike = all(leaf.positions().ndim == 1 for leaf in leaves(entries) if isinstance(leaf, KVCache))
+        if alike and action.lossy and all(isinstance(part, Evict) for part in action.parts):
             masked_chunk, masked_single = self._masked(entries)
             _require_same(chunk, masked_chunk, "evicted rows and masked rows")
             _require_same(single, masked_single, "evicted rows and masked rows, one token at a time,")

@@ -39,6 +39,7 @@ from ..layers import adopt, leaves
 from ..shape import ModelShape, shape_from_model
 from ..steps import StepTracker
 from ..transient import Estimate, Wanted, estimate_run
+from .answer import arrays_nbytes
 from .tiny import SPECS, build
 from .tiny.spec import TinySpec
 
@@ -275,19 +276,7 @@ def _forward(model: Any, entries: list[Any], n: int, *, logits: bool) -> None:
 
 
 def _nbytes(entries: Iterable[Any]) -> int:
-    return sum(a.nbytes for leaf in leaves(list(entries)) for a in _arrays(leaf.__dict__))
-
-
-def _arrays(value: Any) -> Iterator[mx.array]:
-    if isinstance(value, mx.array):
-        yield value
-    elif isinstance(value, dict):
-        for key, part in value.items():
-            if key != "_steps":
-                yield from _arrays(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _arrays(part)
+    return arrays_nbytes(list(entries))
 
 
 def _build(subject: Subject) -> Any:

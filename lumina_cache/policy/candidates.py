@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from ..actions import DEFAULT_SINKS, Action, Composite, Evict, Keep, Plan, Quantize, Reclaim, singles
-from ..allocate import Option, allocate
+from ..allocate import Option, allocate, lower_hull
 from ..backend.capabilities import BackendProfile
 from ..backend.feasibility import Reason, classify
 from ..codecs import Layout
@@ -167,7 +168,8 @@ def candidates_for(state: State, profile: Profile) -> tuple[Action, ...]:
     """Actions with a figure of quality: every codec, every scorer, and the two together.
 
     Evictions are solved for: just as many rows as the limit holds, for rows as they are stored now and for every codec.
-    A coarse grid of ratios would throw away rows that fit. Codecs that hold every row within the limit stand alone.
+    A coarse grid of ratios would throw away rows that fit. Codecs that hold every row within the limit stand alone, and
+    so do those that another one beats in everything.
     """
     codecs = [one.action for one in profile.codecs]
     found: list[Action] = [Keep(), Reclaim(), *codecs]
@@ -176,14 +178,35 @@ def candidates_for(state: State, profile: Profile) -> tuple[Action, ...]:
         return tuple(found)
     held = max((one.rows for one in state.layers if one.changeable), default=0)
     usable = [one for one in profile.evictors if state.evicted_by in (None, one.scorer)]
-    for codec in (None, *codecs):
-        if codec is not None and codec.layout is None:
-            continue
+    for codec in (None, *_worth_joining(state, profile)):
         rows = _even(state, rows_that_fit(state, limit, codec))
         if 0 < rows < held:
             evictions = [_evict(figure, rows) for figure in usable]
             found += evictions if codec is None else [Composite((e, codec)) for e in evictions]
     return tuple(found)
+
+
+def _worth_joining(state: State, profile: Profile) -> list[Quantize]:
+    """Codecs that no other one beats in bytes, damage and time alike, among those that can do at least where they can."""
+    ours = [one for one in state.layers if one.changeable]
+    rows = max((one.rows for one in ours), default=0)
+    able = []
+    for figure in profile.codecs:
+        layout = figure.action.layout
+        if layout is None or any(layout.why_not(one.key_dim, one.value_dim) for one in ours):
+            continue
+        nbytes = sum(_Store.of(one, figure.action).nbytes_next(one.rows, state) for one in ours)
+        time = figure.time_at(rows)
+        costs = (nbytes, figure.kl, figure.p95, math.inf if time is None else time)
+        able.append((figure.action, figure.action.requires, costs))
+    return [
+        action
+        for action, requires, costs in able
+        if not any(
+            other != costs and needs <= requires and all(a <= b for a, b in zip(other, costs, strict=True))
+            for _, needs, other in able
+        )
+    ]
 
 
 def _even(state: State, rows: int) -> int:
@@ -230,12 +253,8 @@ def plans_for(
             others.append(one)
     if len(units) < 2:
         return ()
-    # Codecs that encode rows several together would leave layers that later evictions cannot cut to equal rows.
-    figures = [
-        figure
-        for codec in feasible
-        if (figure := profile.codec(codec)) is not None and layout_of(codec).block == 1
-    ]
+    known = [figure for codec in feasible if (figure := profile.codec(codec)) is not None]
+    figures = _cut_alike(known, [one for unit in units.values() for one in unit])
     eviction = None if scorer is None else profile.evictor(scorer)
     each = [one for unit in units.values() for one in unit]
     offset, held = max(one.offset for one in each), max(one.rows for one in each)
@@ -257,6 +276,27 @@ def plans_for(
         if planned is not None:
             found.append(planned)
     return tuple(found)
+
+
+def _cut_alike(figures: Sequence[CodecFigure], layers: Iterable[Held]) -> list[CodecFigure]:
+    """Codecs of which a plan may give each layer another: those that encode rows one by one, and one kind of others.
+
+    Layers that encode rows several together, in blocks of different sizes or behind tails of different lengths, could not
+    be cut to equal rows later.
+    """
+    blocks = {_block(one.layout) for one in layers if one.layout.block > 1}
+    if not blocks:
+        several = [figure for figure in figures if layout_of(figure.action).block > 1]
+        blocks = {_block(layout_of(min(several, key=lambda f: f.kl).action))} if several else set()
+    return [
+        figure
+        for figure in figures
+        if (layout := layout_of(figure.action)).block == 1 or {_block(layout)} == blocks
+    ]
+
+
+def _block(layout: Layout) -> tuple[int, int, int]:
+    return layout.block, layout.residual, layout.sinks
 
 
 @dataclass(frozen=True)
@@ -293,12 +333,17 @@ class _Planner:
 
     def plan(self, evict: Evict | None) -> PlannedLayers | None:
         """The codecs that lose least in all within the room; None if there are none, or all are the same."""
+        exact = len(self.units) <= SEARCHED_EXACTLY
         kinds: dict[tuple[object, ...], list[_Choice]] = {}
         choices: list[list[_Choice]] = []
         for _, unit in self.units:
             key = tuple(_ALIKE(one) for one in unit)
             if key not in kinds:
-                kinds[key] = self._choices(unit, evict)
+                front = self._choices(unit, evict)
+                hull = (
+                    range(len(front)) if exact else lower_hull([Option(c.nbytes_next, c.kl) for c in front])
+                )
+                kinds[key] = [front[i] for i in hull]
             choices.append(kinds[key])
         options = [
             [Option(one.nbytes_next, one.kl * weight) for one in each]
@@ -306,7 +351,7 @@ class _Planner:
         ]
         if not all(options):
             return None
-        found = allocate(options, self.room, exact=len(self.units) <= SEARCHED_EXACTLY)
+        found = allocate(options, self.room, exact=exact)
         if found is None:
             return None
         chosen = [each[j] for each, j in zip(choices, found.chosen, strict=True)]
