@@ -23,6 +23,8 @@ from ..errors import ActionInfeasibleError
 from ..lab.tiny import CHUNKING_MOVES_LOGITS, SPECS, build, cache_pattern
 from ..layers import KVCache, adopt, leaves
 from ..steps import StepTracker
+from .capabilities import ROW_CHOICE
+from .examine import ROWS_CHOSEN_TOGETHER
 from .feasibility import Verdict, classify
 from .isolate import first_line
 from .probe import ModelProbe, probe_model, probe_packed
@@ -100,6 +102,9 @@ class Trial:
         backend = bool(reasons) and all(r.code == "missing_capability" for r in verdict.reasons)
         if reasons and not backend:
             return "refused", reasons
+        if self.module in ROWS_CHOSEN_TOGETHER and str(ROW_CHOICE) in {r.capability for r in verdict.reasons}:
+            # No exception tells, and some choices are the same in both caches of a layer by chance.
+            return "refused", reasons
         try:
             proven = self._carry_out(verdict.action)
         except ActionInfeasibleError as error:
@@ -128,8 +133,9 @@ class Trial:
         # Rows that are encoded during the steps after are so sooner or later by the length of the steps.
         if self.module not in CHUNKING_MOVES_LOGITS and _sealed(entries) == sealed:
             _require_same(chunk, single, f"{AFTER} tokens at once and one by one")
-        # One mask for all heads stands only for rows that all heads have lost.
-        alike = all(leaf.positions().ndim == 1 for leaf in leaves(entries) if isinstance(leaf, KVCache))
+        # One mask for all heads and layers stands only for rows that all of them have lost.
+        kept = [leaf.positions() for leaf in leaves(entries) if isinstance(leaf, KVCache) and leaf.rows > 0]
+        alike = all(np.array_equal(one, kept[0]) for one in kept)
         if alike and action.lossy and all(isinstance(part, Evict) for part in action.parts):
             masked_chunk, masked_single = self._masked(entries)
             _require_same(chunk, masked_chunk, "evicted rows and masked rows")
