@@ -134,8 +134,9 @@ class Trial:
         if self.module not in CHUNKING_MOVES_LOGITS and _sealed(entries) == sealed:
             _require_same(chunk, single, f"{AFTER} tokens at once and one by one")
         # One mask for all heads and layers stands only for rows that all of them have lost.
-        kept = [leaf.positions() for leaf in leaves(entries) if isinstance(leaf, KVCache) and leaf.rows > 0]
-        alike = all(np.array_equal(one, kept[0]) for one in kept)
+        ours = [leaf for leaf in leaves(entries) if isinstance(leaf, KVCache) and leaf.rows > 0]
+        kept = [head for leaf in ours for head in leaf.positions().reshape(-1, leaf.rows)]
+        alike = all(np.array_equal(head, kept[0]) for head in kept)
         if alike and action.lossy and all(isinstance(part, Evict) for part in action.parts):
             masked_chunk, masked_single = self._masked(entries)
             _require_same(chunk, masked_chunk, "evicted rows and masked rows")
