@@ -8,7 +8,11 @@ import pytest
 
 from lumina_cache.actions import action_space
 from lumina_cache.backend.capabilities import (
+    DENSE_REENCODE,
+    DISK_TIER,
     KEYS,
+    RESERVE,
+    ROW_CHOICE,
     ROW_GATHER,
     VALUES,
     BackendProfile,
@@ -30,7 +34,8 @@ def test_five_hundred_actions_over_64_layers_are_judged_in_5_milliseconds(benchm
         )
         for i in range(64)
     )
-    present = (KEYS, VALUES, ROW_GATHER, packed_attention(8, 64), packed_attention(4, 64))
+    rows = (KEYS, VALUES, ROW_GATHER, ROW_CHOICE, DENSE_REENCODE, RESERVE, DISK_TIER)
+    present = (*rows, packed_attention(8, 64), packed_attention(4, 64))
     profile = BackendProfile("cpu", "0", "0", "test", {c: Outcome(True) for c in present})
     verdicts = benchmark(classify, actions, profile, layers, available=available)
     assert len(verdicts) == 500

@@ -303,19 +303,19 @@ def _act(layer: RowLayer, action: Action, pinned: Pinned, disk: DiskStore | None
 def _reencode(layer: RowLayer, action: Quantize) -> None:
     assert action.layout is not None
     assert isinstance(layer, KVCache | RotatingKVCache | ChunkedKVCache)
-    before, after = layer.layout, action.layout
-    drifts = layer.reencode(after)
-    sides = (before.keys, after.keys), (before.values, after.values)
-    if any(d == 0.0 and _coarser(*side) for d, side in zip(drifts, sides, strict=True)):
+    lowest = layer.history.lowest_bits
+    drifts = layer.reencode(action.layout)
+    sides = action.layout.keys, action.layout.values
+    if any(d == 0.0 and _must_lose(side, lowest) for d, side in zip(drifts, sides, strict=True)):
         raise EngagementError(
             f"{action}: {layer.name} gives back exactly the rows that it was given, which no code of "
             f"{action.key_bits} and {action.value_bits} bits can do: nothing was encoded"
         )
 
 
-def _coarser(before: Codec, after: Codec) -> bool:
-    """Whether rows cannot come through unchanged; those held at as few bits already may."""
-    return after.code_bits is not None and (before.code_bits is None or after.code_bits < before.code_bits)
+def _must_lose(codec: Codec, lowest_bits: int | None) -> bool:
+    """Whether rows cannot come through unchanged; those that were held at as few bits before may."""
+    return codec.code_bits is not None and (lowest_bits is None or codec.code_bits < lowest_bits)
 
 
 def _check_engaged(

@@ -229,6 +229,17 @@ def test_a_side_that_is_encoded_as_it_was_before_may_come_back_as_it_was() -> No
     assert held(layer).layout == Layout.both(AffineFetch(4, 32))
 
 
+def test_rows_that_were_coarser_before_they_stayed_dense_for_a_while_may_come_back_as_they_were() -> None:
+    layer = cheater("")
+    for action in (
+        Quantize("affine", 4, 4, 32),
+        Quantize("affine_fetch", 4, 8, 32, 32),
+        Quantize("affine", 4, 4, 32),
+    ):
+        execute([layer], action)
+    assert held(layer).layout == Layout.both(Affine(4, 32))
+
+
 def test_dense_rows_that_take_more_than_they_should_are_an_error() -> None:
     with pytest.raises(EngagementError, match=r"layer \? should take"):
         execute([cheater("tail twice", 40)], Quantize("affine_fetch", 8, 8, 32, residual=4))

@@ -33,7 +33,10 @@ from harness import (
 )
 from mlx_lm.models.base import create_attention_mask
 
+from lumina_cache.actions import parse_action
+from lumina_cache.apply import execute
 from lumina_cache.backend.capabilities import ROW_CHOICE
+from lumina_cache.backend.examine import ROWS_CHOSEN_TOGETHER
 from lumina_cache.backend.probe import probe_model
 from lumina_cache.errors import ActionInfeasibleError
 from lumina_cache.lab.tiny import SPECS
@@ -101,9 +104,6 @@ def test_evicting_rows_equals_masking_them(tiny: Any, name: str) -> None:
 @pytest.mark.parametrize("name", sorted(UNEVICTABLE))
 def test_where_the_probe_forbids_eviction_it_would_not_equal_masking(tiny: Any, name: str) -> None:
     """Forced past the probe, these models' logits differ: the table of them is not longer than it must be."""
-    from lumina_cache.actions import parse_action
-    from lumina_cache.apply import execute
-
     model, ids = tiny(name), tokens(80)
     cache, reference = quiet(model), masked_reference(model)
     for one in (cache, reference):
@@ -157,7 +157,8 @@ def test_evicting_while_everything_is_within_the_window_and_going_on_past_it(tin
 #: Architectures of the normal run: grouped heads, windows beside full layers, attention sinks, latents, states, lists.
 SIX = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "falcon_h1", "longcat_flash")
 
-#: Attention that is not mlx-lm's own function, or that an indexer chooses rows for, cannot be told which ones to hide.
+#: Attention that is not mlx-lm's own function cannot be told which rows to hide, nor can an indexer before it. The
+#: masks of the tests above do both, and an indexer's models refuse a choice of rows per head.
 BY_HAND = {name for name, why in UNPACKABLE.items() if why == "attention by hand"} | UNDECODABLE
 
 
@@ -198,6 +199,25 @@ def test_evicting_by_any_scorer_equals_hiding_those_rows_from_each_head(
     got, want = (feed(model, one, ids, STEPS, start=at) for one in (cache, reference))
     assert_close(got, want)
     assert served, "the reference hid nothing"
+
+
+@pytest.mark.parametrize("name", sorted(ROWS_CHOSEN_TOGETHER))
+def test_where_one_cache_numbers_the_rows_of_another_a_choice_of_its_own_is_refused_and_would_be_wrong(
+    tiny: Any, name: str
+) -> None:
+    model, ids = tiny(name), tokens(80, seed=7)
+    cache, reference = quiet(model), masked_reference(model)
+    for one in (cache, reference):
+        feed(model, one, ids, [70])
+    with pytest.raises(ActionInfeasibleError, match="picks rows of the layer's other cache by their number"):
+        cache.apply("evict:keydiff@rows=40")
+    # Forced, with the first cache's rows hidden from the reference, the logits are others.
+    execute(list(leaves(cache)), parse_action("evict:keydiff@rows=40"))
+    kept = [leaf.positions() for leaf in leaves(cache)]
+    assert any(not np.array_equal(one, kept[0]) for one in kept)
+    hide(reference, set(range(70)) - set(kept[0].ravel().tolist()))
+    got, want = (feed(model, one, ids, [1], start=70) for one in (cache, reference))
+    assert not mx.allclose(got, want, rtol=0.01, atol=0.01).item()
 
 
 def test_the_reference_that_hides_nothing_is_far_off(tiny: Any) -> None:

@@ -27,7 +27,8 @@ from ..layers import KVCache, adopt, leaves
 from ..reach import Reach
 from ..scorers.observed import OBSERVED
 from ..steps import StepTracker
-from .capabilities import BackendProfile, Rung
+from .capabilities import ROW_CHOICE, BackendProfile, Rung
+from .examine import ROWS_CHOSEN_TOGETHER
 from .feasibility import Verdict, classify
 from .isolate import first_line
 from .probe import ModelProbe, probe_model, probe_packed
@@ -118,18 +119,27 @@ class Trial:
         backend = bool(reasons) and all(r.code == "missing_capability" for r in verdict.reasons)
         if reasons and not backend:
             return "refused", reasons
+        if self.module in ROWS_CHOSEN_TOGETHER and str(ROW_CHOICE) in {r.capability for r in verdict.reasons}:
+            # No exception tells, and some choices are the same in both caches of a layer by chance.
+            return "refused", reasons
         try:
-            self._carry_out(verdict.action, _reaches(verdict))
+            proven = self._carry_out(verdict.action, _reaches(verdict))
         except ActionInfeasibleError as error:
             return "refused", reasons or [_PREFIX.sub("", str(error))]
         except Exception as error:
             return ("refused", reasons) if backend else ("fails", [first_line(error)])
-        return ("works_when_forced", reasons) if backend else ("works", [])
+        if backend:
+            return "works_when_forced" if proven else "refused", reasons
+        return "works", []
 
-    def _carry_out(self, action: Action, reach: bool) -> None:
-        """Raises unless ``action`` took hold and the model goes on rightly; ``reach``: whether the hook is there."""
+    def _carry_out(self, action: Action, reach: bool) -> bool:
+        """Raises unless ``action`` took hold and the model goes on rightly; ``reach``: whether the hook is there.
+
+        Returns whether all of it was felt: where eviction left so few rows that a codec keeps them dense, it was not.
+        """
         [entries] = self._copies(self.filled, reach=reach)
         execute(list(leaves(entries)), action)
+        encoded = any(one.bits and one.sealed for one in held_all(leaves(entries)))
         before = _sealed(entries)
         [again] = self._copies(entries, reach=reach)
         chunk, single = self._after(entries, again)
@@ -138,12 +148,15 @@ class Trial:
             raise ValueError("a lossy action moved no logit")
         if not action.lossy and not unchanged:
             raise ValueError("an action that loses nothing moved the logits")
+        # Rows that are encoded during the steps after are so sooner or later by the length of the steps.
         if self.module not in CHUNKING_MOVES_LOGITS and _sealed(entries) == before:
             _require_same(chunk, single, f"{AFTER} tokens at once and one by one")
+        # One mask for all heads and layers stands only for rows that all of them have lost.
         if action.lossy and all(isinstance(part, Evict) for part in action.parts) and _alike(entries):
             masked_chunk, masked_single = self._masked(entries)
             _require_same(chunk, masked_chunk, "evicted rows and masked rows")
             _require_same(single, masked_single, "evicted rows and masked rows, one token at a time,")
+        return encoded or not any(isinstance(part, Quantize) for part in action.parts)
 
     def _masked(self, evicted: list[Any]) -> tuple[mx.array, mx.array]:
         """The unchanged cache with a mask over the rows that ``evicted`` has lost."""

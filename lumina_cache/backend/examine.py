@@ -38,13 +38,21 @@ from .isolate import first_line
 from .matrix_checks import FORMATS
 from .packable import MOST_KL, PackedSearch
 
-__all__ = ["Examination", "examine", "examine_packed"]
+__all__ = ["ROWS_CHOSEN_TOGETHER", "Examination", "examine", "examine_packed"]
 
 #: Rows that uneven layers are cut to.
 UNEVEN = (8, 6)
 
 #: Rows by which buffers are allocated ahead.
 AHEAD = 300
+
+#: mlx-lm modules in which one cache of a layer says by number which rows of another one are attended to: both have to keep
+#: rows of the same tokens, which no exception would tell. The test suite compares every other module with masked rows.
+ROWS_CHOSEN_TOGETHER: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa"), "the indexer picks rows of the layer's other cache by their number"
+    )
+)
 
 #: KL divergence (nats per token) above which a change that must not be felt was felt.
 SAME_KL = 1e-3
@@ -169,6 +177,9 @@ def _chosen(bench: Bench, gather: Outcome | None) -> Outcome:
     """Other rows in every head and layer, as many in each: in a step of two tokens, and in one of one."""
     if gather is not None and not gather.present:
         return gather
+    together = ROWS_CHOSEN_TOGETHER.get(type(bench.model).__module__.rsplit(".", 1)[-1])
+    if together is not None:
+        return Outcome(False, together)
 
     def run(tokens: int) -> None:
         entries = bench.fresh()
