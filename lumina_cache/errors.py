@@ -6,10 +6,13 @@ __all__ = [
     "ActionInfeasibleError",
     "ActionSyntaxError",
     "AgreementError",
+    "AnalysisError",
+    "AnalysisUnavailableError",
     "AttentionInputError",
     "BackendInterfaceError",
     "BudgetError",
     "CalibrationError",
+    "DatabaseError",
     "DiskBudgetError",
     "DiskCorruptError",
     "DiskDirectoryError",
@@ -54,6 +57,10 @@ class CalibrationError(LuminaError, ValueError):
     """A calibration that cannot be made or kept as asked: of this model, within this time, or in this file."""
 
 
+class DatabaseError(LuminaError, ValueError):
+    """A feasibility database, or a file for it, that cannot be read or written; or a question it has no answer to."""
+
+
 class ActionSyntaxError(LuminaError, ValueError):
     """The text of an action that the parser does not accept."""
 
@@ -64,6 +71,14 @@ class ActionInfeasibleError(LuminaError):
 
 class AgreementError(LuminaError, ValueError):
     """Numbers or settings that several ranks cannot agree on."""
+
+
+class AnalysisError(LuminaError, ValueError):
+    """A store of observations, or a question to it, that no analysis can be made from."""
+
+
+class AnalysisUnavailableError(LuminaError, ImportError):
+    """A package that the analysis of observations needs is not installed."""
 
 
 class AttentionInputError(LuminaError, ValueError):
