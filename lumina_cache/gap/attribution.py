@@ -299,7 +299,9 @@ def of_domain(cells: Cells, domain: str) -> Cells:
 
     Raises:
         AnalysisError: there is no such domain.
+        MixedExecutionStateError: not the cells of one execution state.
     """
+    together(cells)
     if domain not in cells.resampling.of_domain:
         raise AnalysisError(f"no document of domain {domain!r}: {', '.join(cells.resampling.of_domain)}")
     index = cells.resampling.of_domain[domain]

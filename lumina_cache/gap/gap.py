@@ -71,7 +71,12 @@ Index = npt.NDArray[np.int64]
 
 
 def sides(cells: Cells) -> tuple[str, ...]:
-    """Names of the sides that these observations have, each holding the one before it."""
+    """Names of the sides that these observations have, each holding the one before it.
+
+    Raises:
+        MixedExecutionStateError: not the cells of one execution state.
+    """
+    together(cells)
     names = list(_RUNGS)
     if cells.execution_state == "simulated":
         names.append("all")
@@ -81,7 +86,12 @@ def sides(cells: Cells) -> tuple[str, ...]:
 
 
 def members(cells: Cells, side: str) -> Index:
-    """Numbers of the actions of a side, whatever bytes they take."""
+    """Numbers of the actions of a side, whatever bytes they take.
+
+    Raises:
+        AnalysisError: these observations have no such side.
+        MixedExecutionStateError: not the cells of one execution state.
+    """
     if side not in sides(cells):
         raise AnalysisError(
             f"{side!r} is no side of {cells.execution_state} observations: {', '.join(sides(cells))}"
@@ -95,7 +105,12 @@ def members(cells: Cells, side: str) -> Index:
 
 
 def fits(cells: Cells, index: Index, budget: float) -> Index:
-    """Those of ``index`` that take ``budget`` or less of dense 16-bit rows on every document."""
+    """Those of ``index`` that take ``budget`` or less of dense 16-bit rows on every document.
+
+    Raises:
+        MixedExecutionStateError: not the cells of one execution state.
+    """
+    together(cells)
     return index[cells.shares[index] <= budget * SLACK]
 
 
@@ -104,7 +119,11 @@ def scores(cells: Cells, time_weight: float = 0.0) -> Array:
 
     Times are of whole runs, so both halves have the same. An action that was timed on some documents only has its mean
     there on all of them.
+
+    Raises:
+        MixedExecutionStateError: not the cells of one execution state.
     """
+    together(cells)
     if time_weight == 0.0:
         return -cells.quality + 0.0
     with np.errstate(invalid="ignore"):
@@ -477,7 +496,9 @@ def _crossing(shares: Array, kl: Array, wanted: Array) -> Array:
         wanted: shape (draws,).
     """
     falling = np.minimum.accumulate(kl, axis=1)
-    enough = falling <= wanted[:, None]
+    # Means of the same figures, summed in another order, are not the same to the last bit.
+    near = 1e-9 * np.abs(wanted) + 1e-15
+    enough = falling <= (wanted + near)[:, None]
     draws = np.arange(len(wanted))
     at = enough.argmax(axis=1)
     before = np.maximum(at - 1, 0)
@@ -485,7 +506,7 @@ def _crossing(shares: Array, kl: Array, wanted: Array) -> Array:
     with np.errstate(divide="ignore", invalid="ignore"):
         part = np.where(high > low, (high - wanted) / (high - low), 0.0)
     found = shares[before] + part * (shares[at] - shares[before])
-    inside = enough.any(axis=1) & ((at > 0) | (falling[:, 0] == wanted))
+    inside = enough.any(axis=1) & ((at > 0) | (falling[:, 0] >= wanted - near))
     result: Array = np.where(inside, found, np.nan)
     return result
 
