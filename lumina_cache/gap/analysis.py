@@ -34,6 +34,7 @@ from .gap import (
     closed,
     gap_between,
     goals,
+    members,
     parts,
     placebo,
     sides,
@@ -114,7 +115,7 @@ class StratumAnalysis:
     points: tuple[Point, ...]
     bests: tuple[Best, ...]  #: per budget and side, λ_T = 0
     gaps: tuple[Gap, ...]  #: per budget and pair of sides, λ_T = 0
-    time_sweep: tuple[Gap, ...]  #: per λ_T > 0, budget and pair; empty without times
+    time_sweep: tuple[Gap, ...]  #: points and nats per λ_T > 0, budget and pair; empty without times
     closed: tuple[Closed, ...]
     goals: tuple[Goal, ...]
     parts: tuple[Parts, ...]
@@ -305,7 +306,7 @@ def _stratum(cells: Cells, settings: Settings) -> StratumAnalysis:
         bests=tuple(best_of(cells, side, b) for b in settings.budgets for side in names),
         gaps=tuple(gap_between(cells, low, high, b) for b in settings.budgets for low, high in pairs),
         time_sweep=tuple(
-            gap_between(cells, low, high, b, weight)
+            gap_between(cells, low, high, b, weight, whole=False)
             for weight in settings.time_weights
             if weight > 0 and timed
             for b in settings.budgets
@@ -349,8 +350,6 @@ def _attributions(
 
 
 def _points(cells: Cells, names: Sequence[str]) -> tuple[Point, ...]:
-    from .gap import members
-
     docs = cells.resampling
     score = -cells.quality_whole + 0.0
     means = docs.mean(cells.kl_whole)
@@ -362,6 +361,7 @@ def _points(cells: Cells, names: Sequence[str]) -> tuple[Point, ...]:
             if means[i] < least:
                 least = means[i]
                 fronts.setdefault(int(i), []).append(side)
+    damage, points = docs.estimates(cells.kl_whole), docs.estimates(score)
     found = []
     for i, fact in enumerate(cells.facts):
         times = cells.time[i][np.isfinite(cells.time[i])]
@@ -372,8 +372,8 @@ def _points(cells: Cells, names: Sequence[str]) -> tuple[Point, ...]:
                 fact.requires,
                 fact.role,
                 float(cells.shares[i]),
-                docs.estimate(cells.kl_whole[i]),
-                docs.estimate(score[i]),
+                damage[i],
+                points[i],
                 _known(docs.mean(cells.top1[i])),
                 _known(docs.mean(cells.nll_change[i])),
                 float(1.1 ** times.mean()) if times.size else None,
