@@ -95,9 +95,18 @@ def _title(one: StratumAnalysis, strata: Sequence[StratumAnalysis]) -> str:
         for o in strata
         if (o.stratum.model_name, o.stratum.context, o.stratum.phase) == (s.model_name, s.context, s.phase)
     ]
-    names = {"mlx_lm": "mlx-lm ", "mlx": "MLX ", "lumina_cache": "lumina_cache ", "device": "", "machine": "", "source": ""}
+    names = {
+        "mlx_lm": "mlx-lm ",
+        "mlx": "MLX ",
+        "lumina_cache": "lumina_cache ",
+        "device": "",
+        "machine": "",
+        "source": "",
+    }
     names |= {"horizon": "horizon ", "model": "fingerprint "}
-    differ = [f"{text}{getattr(s, n)}" for n, text in names.items() if len({getattr(o, n) for o in alike}) > 1]
+    differ = [
+        f"{text}{getattr(s, n)}" for n, text in names.items() if len({getattr(o, n) for o in alike}) > 1
+    ]
     return ", ".join([s.model_name, f"{s.context:,} tokens", s.phase, *differ])
 
 
@@ -328,9 +337,7 @@ def _pareto_figure(key: str, one: StratumAnalysis) -> Figure | None:
         for p in sorted(one.points, key=lambda p: (p.share, p.kl.value))
     )
     exact = len(one.points) - len(shown)
-    lossless = (
-        f" {exact} without any damage have no place on this axis and are in the table." if exact else ""
-    )
+    lossless = f" {exact} without any damage cannot be shown on this axis; see the table." if exact else ""
     best = _fewest(shown, fronts)
     view = View(
         "",
@@ -781,7 +788,10 @@ def _times_figure(key: str, one: StratumAnalysis) -> Figure | None:
 
 def _refusals(analysis: Analysis) -> Section:
     figure = Figure(
-        "refusals", "Refusals by reason", "backend_infeasible", (refusal_view(reasons(analysis.refusals)),)
+        "refusals-reasons",
+        "Refusals by reason",
+        "backend_infeasible",
+        (refusal_view(reasons(analysis.refusals)),),
     )
     rungs = sorted({r.backend_rung for r in analysis.refusals})
     return Section(

@@ -125,17 +125,17 @@ def report_page(
             f"{section.title} [{section.execution_state}]: {figure.sentence}"
             for section in sections
             for figure in section.figures[:1]
-            if section.execution_state != "backend_infeasible"
+            if figure.key == f"{section.key}-gap"
         ][:MOST_LINES]
         title = "What the backend costs: " + spelled(_models(analysis))
     else:
         title = "What the backend cost in " + spelled(Path(p).name for p in logs)
     for path, contents in logs.items():
         problems += [f"{path}: {p}" for p in contents.problems]
-        if analysis is None:
-            from .session import cost
+        from .session import cost
 
-            lead += list(cost(reports[path]))[:1]
+        name = f"{Path(path).name} [simulated]: " if len(logs) > 1 or analysis is not None else ""
+        lead += [name + sentence for sentence in list(cost(reports[path]))[:1]]
     return page(title, sections, facts, lead=lead, problems=problems)
 
 
