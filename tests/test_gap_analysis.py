@@ -235,7 +235,7 @@ def noise_only(seed: int, documents: int, shared: float = 0.0):
 
 @pytest.mark.parametrize("documents", [12, 30, 90])
 def test_noise_alone_gives_an_interval_that_covers_zero_as_often_as_it_says(documents):
-    gaps = [gap_between(noise_only(s, documents), "native", "all", 0.25, whole=False) for s in range(400)]
+    gaps = [gap_between(noise_only(s, documents), "native", "all", 0.25) for s in range(400)]
     rate = np.mean([covered(g.points) for g in gaps])
     assert 0.92 <= rate <= 0.98  # 400 draws of a 95 % interval: standard error 1.1 %
     values = np.array([g.points.value for g in gaps])
@@ -546,6 +546,7 @@ TAKERS = {
     "strata_of": strata_of,
     "cells_of": lambda x: cells_of(x, ANY.stratum),
     "attribute": lambda x: attribute(x, "native", 0.28),
+    "begin": lambda x: lumina_cache.gap.attribution.begin(x, "native", 0.28),
     "by_layer": by_layer,
     "of_domain": lambda x: of_domain(x, "0"),
     "best_of": lambda x: best_of(x, "native", 0.28),
@@ -556,6 +557,7 @@ TAKERS = {
     "members": lambda x: lumina_cache.gap.gap.members(x, "native"),
     "parts": lambda x: parts(x, "native", 0.28),
     "placebo": lambda x: placebo(x, 0.28),
+    "prepare": lambda x: lumina_cache.gap.gap.prepare(x, [0.28], [0.0]),
     "scores": scores,
     "sides": sides,
     "together": lumina_cache.gap.gap.together,
