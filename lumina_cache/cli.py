@@ -179,7 +179,7 @@ def run(
 def gap(log: Annotated[Path, typer.Argument(help="An audit log.")], json: AsJson = False) -> None:
     """From an audit log: what the backend's limits cost at each decision, and which limit it was."""
     from .audit import read_log
-    from .gap.gap import gap_of_log
+    from .gap.decisions import gap_of_log
     from .gap.report import as_json, as_text
 
     report = gap_of_log(read_log(log))

@@ -6,6 +6,8 @@ __all__ = [
     "ActionInfeasibleError",
     "ActionSyntaxError",
     "AgreementError",
+    "AnalysisError",
+    "AnalysisUnavailableError",
     "AttentionInputError",
     "BackendInterfaceError",
     "BudgetError",
@@ -64,6 +66,14 @@ class ActionInfeasibleError(LuminaError):
 
 class AgreementError(LuminaError, ValueError):
     """Numbers or settings that several ranks cannot agree on."""
+
+
+class AnalysisError(LuminaError, ValueError):
+    """A store of observations, or a question to it, that no analysis can be made from."""
+
+
+class AnalysisUnavailableError(LuminaError, ImportError):
+    """A package that the analysis of observations needs is not installed."""
 
 
 class AttentionInputError(LuminaError, ValueError):

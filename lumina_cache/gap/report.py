@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 
 from ..budget import format_bytes
-from .gap import DecisionGap, GapReport
+from .decisions import DecisionGap, GapReport
 
 __all__ = ["as_json", "as_text"]
 

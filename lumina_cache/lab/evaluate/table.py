@@ -1,8 +1,8 @@
 """From records to a row per action and context, with gates applied and intervals over documents.
 
-Execution states are types (:mod:`lumina_cache.gap.records`): a row is :class:`Real`, its score being −Q of T1 in points,
-or :class:`BackendInfeasible` with reasons and no figure. What was carried out and turned out wrong is :class:`Failed`; it
-has no figure either, and is a fault to look into, not a property of the backend.
+Execution states are types (:mod:`lumina_cache.gap.decisions`): a row is :class:`RealScore`, its score being −Q of T1 in
+points, or :class:`RefusedAction` with reasons and no figure. What was carried out and turned out wrong is
+:class:`Failed`; it has no figure either, and is a fault to look into, not a property of the backend.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...backend.capabilities import Rung
-from ...gap.records import BackendInfeasible, Observation, Real
-from ...policy import KL_PER_POINT
+from ...gap.decisions import Judged, RealScore, RefusedAction
+from ...policy import quality_points
 from .plan import Plan
 from .statistics import Estimate, bootstrap_mean, geometric_mean
 
-__all__ = ["Best", "Failed", "Gate", "Row", "best_per_rung", "gates", "quality_points", "rows"]
+__all__ = ["Best", "Failed", "Gate", "Row", "best_per_rung", "gates", "rows"]
 
 Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Failed(Observation):
+class Failed(Judged):
     """Carried out, and not what it should be: an error message, and nothing to compare."""
 
     error: str
@@ -45,7 +45,7 @@ class Row:
     """One action at one context. Figures are None where a test was not run, or did not pass its gate."""
 
     context: int
-    observation: Observation
+    observation: Judged
     rung: str | None = None  #: the least that carries it out, on all documents
     documents: int = 0  #: measured
     refused_documents: int = 0
@@ -63,21 +63,16 @@ class Row:
         return self.observation.action
 
     def to_record(self) -> dict[str, Any]:
-        states = {Real: "real", BackendInfeasible: "backend_infeasible", Failed: "failed"}
+        states = {RealScore: "real", RefusedAction: "backend_infeasible", Failed: "failed"}
         record = {"action": self.action, "context": self.context, "state": states[type(self.observation)]}
-        if isinstance(self.observation, BackendInfeasible):
+        if isinstance(self.observation, RefusedAction):
             return record | {"reasons": [dict(r) for r in self.observation.reasons], "documents": 0}
         if isinstance(self.observation, Failed):
             return record | {"error": self.observation.error, "documents": 0}
-        assert isinstance(self.observation, Real)
+        assert isinstance(self.observation, RealScore)
         kept = asdict(self)
         del kept["observation"], kept["context"]
         return record | {"score": self.observation.score} | kept
-
-
-def quality_points(kl_mean: float, kl_p95: float) -> float:
-    """Q = D/0.02 + ½·max(0, p95 − 4·D)/0.02 in points: one is about the damage of plain 4-bit rows."""
-    return (kl_mean + 0.5 * max(0.0, kl_p95 - 4 * kl_mean)) / KL_PER_POINT
 
 
 def gates(records: Iterable[Record], plan: Plan) -> list[Gate]:
@@ -203,7 +198,7 @@ def _row(
         )
     if not real:
         reasons = {str(x["text"]): x for r in refused for x in r["reasons"]}
-        return Row(context, BackendInfeasible(action, tuple(reasons.values())))
+        return Row(context, RefusedAction(action, tuple(reasons.values())))
 
     def grouped(test: str, read: Callable[[Record], float]) -> dict[str, list[float]]:
         allowed = open_to.get((context, test), set()) if test in ("T1", "T2", "T3") else None
@@ -226,7 +221,7 @@ def _row(
     predicted = [r["bytes"] for r in real if r["bytes"]["predicted_live"] is not None]
     return Row(
         context=context,
-        observation=Real(action, score),
+        observation=RealScore(action, score),
         rung=_deepest(r.get("rung") for r in real),
         documents=len(real),
         refused_documents=len(refused),

@@ -3,19 +3,131 @@
 ``Gap(s) = max over A of Score − max over F of Score``: what the best action would be worth if the backend could execute
 everything, less what the best executable one is worth. Both sides are scored by the same estimator in the same
 execution state. The sign is kept: a negative gap would mean that F holds something A does not, a fault to show.
+
+The scores of a log are estimates made before anything ran. What was measured is in :mod:`lumina_cache.gap.records`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from ..audit import LogContents
-from ..errors import LogFormatError
-from .records import BackendInfeasible, Simulated, Weighed, best, weighed_decision
+from ..errors import LogFormatError, MixedExecutionStateError
 
-__all__ = ["DecisionGap", "GapReport", "decision_gap", "gap_of_log"]
+__all__ = [
+    "DecisionGap",
+    "EstimatedScore",
+    "GapReport",
+    "Judged",
+    "RealScore",
+    "RefusedAction",
+    "Weighed",
+    "best",
+    "decision_gap",
+    "gap_of_log",
+    "weighed_decision",
+]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One action in one state."""
+
+    action: str
+
+
+@dataclass(frozen=True)
+class RealScore(Judged):
+    """A score made of measurements of the action as the backend ran it."""
+
+    score: float
+
+
+@dataclass(frozen=True)
+class EstimatedScore(Judged):
+    """A score made of estimates. ``source`` says where the expected damage comes from."""
+
+    score: float
+    source: str
+
+
+@dataclass(frozen=True)
+class RefusedAction(Judged):
+    """A refusal: reasons, and nothing to compare."""
+
+    reasons: tuple[Mapping[str, Any], ...]
+
+
+Scored = TypeVar("Scored", RealScore, EstimatedScore)
+
+
+def best(observations: Iterable[Scored]) -> Scored | None:
+    """The observation with the highest score; the first of equals; None of none.
+
+    Raises:
+        MixedExecutionStateError: if the observations are not all of one scored execution state.
+    """
+    found = list(observations)
+    states = {type(o) for o in found}
+    if len(states) > 1 or RefusedAction in states or not states <= {RealScore, EstimatedScore}:
+        names = ", ".join(sorted(t.__name__ for t in states))
+        raise MixedExecutionStateError(
+            f"observations of different execution states cannot be compared: {names}. "
+            "Compute one figure per state"
+        )
+    return max(found, key=lambda o: o.score, default=None)
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """One decision as its log line tells it."""
+
+    cache: str
+    decision: int
+    phase: str | None
+    rows: int
+    limit: int  #: bytes
+    everything: tuple[EstimatedScore, ...]  #: A, as far as it could be scored
+    feasible: tuple[EstimatedScore, ...]  #: F, as far as it could be scored
+    refused: tuple[RefusedAction, ...]  #: A without F, with reasons
+    unscored: tuple[str, ...]  #: actions for which there is no figure
+    chosen: EstimatedScore | None
+
+
+def weighed_decision(record: Mapping[str, Any]) -> Weighed:
+    """Read a ``decision`` record.
+
+    Raises:
+        LogFormatError: naming the field that is missing or odd.
+    """
+    try:
+        candidates = record["candidates"]
+        scored = [
+            (c, EstimatedScore(c["action"], float(c["score"]["total"]), str(c["inputs"]["source"])))
+            for c in candidates
+            if c["score"]["total"] is not None
+        ]
+        state = record["state"]
+        return Weighed(
+            cache=record["cache"],
+            decision=record["decision"],
+            phase=state["phase"],
+            rows=max((one["rows"] for one in state["layers"]), default=0),
+            limit=int(state["limit"]["nbytes"]),
+            everything=tuple(s for _, s in scored),
+            feasible=tuple(s for c, s in scored if c["feasible"]),
+            refused=tuple(
+                RefusedAction(c["action"], tuple(c["reasons"])) for c in candidates if not c["feasible"]
+            ),
+            unscored=tuple(c["action"] for c in candidates if c["score"]["total"] is None),
+            chosen=next((s for _, s in scored if s.action == record["chosen"]), None),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
+        raise LogFormatError(f"decision {record.get('decision')}: {what}") from None
 
 
 @dataclass(frozen=True)
@@ -27,9 +139,9 @@ class DecisionGap:
     phase: str | None
     rows: int
     limit: int  #: bytes that the layers could take: the budget, or less under pressure
-    best_all: Simulated
-    best_feasible: Simulated
-    chosen: Simulated | None
+    best_all: EstimatedScore
+    best_feasible: EstimatedScore
+    chosen: EstimatedScore | None
     gap: float  #: best of A − best of F, the sum of the next two
     backend: float  #: best of A − best of what this backend could execute if all of it were built
     library: (
@@ -106,7 +218,7 @@ def decision_gap(weighed: Weighed) -> DecisionGap:
     )
 
 
-def _relaxations(weighed: Weighed, reachable: Simulated) -> tuple[tuple[str, float], ...]:
+def _relaxations(weighed: Weighed, reachable: EstimatedScore) -> tuple[tuple[str, float], ...]:
     """For every missing capability: the gain if it alone were given. Gains of single ones need not add up."""
     scores = {s.action: s.score for s in weighed.everything}
     gains: dict[str, float] = {}
@@ -142,6 +254,6 @@ def gap_of_log(contents: LogContents) -> GapReport:
     return GapReport(tuple(gaps), tuple(refusals.most_common()), tuple(problems))
 
 
-def _texts(refused: Iterable[BackendInfeasible]) -> Iterable[str]:
+def _texts(refused: Iterable[RefusedAction]) -> Iterable[str]:
     for one in refused:
         yield from {str(r.get("capability") or r.get("code")) for r in one.reasons}
