@@ -90,8 +90,10 @@ class Bench:
     plan: Plan
     index: int  #: of the document within its context
     disk: bool = False  #: whether caches may write rows to files
-    rungs: tuple[Rung, ...] = (Rung.CACHE,)
+    rung: Rung = Rung.CACHE  #: at which the prompt is read
+    rungs: tuple[Rung, ...] = ()  #: at which subjects are tried; default: that of the prompt, which is the deepest
     observe: tuple[str, ...] = ()  #: scorers that watch the prompt's attention, at rung hook
+    by_token: bool = False  #: whether records hold T1's KL of every token
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -101,7 +103,7 @@ class Bench:
         self.task: Continuation = continuation(self.document, plan)
         self.asks: Planted = planted(self.document, self.tokenizer, plan, self.index)
         self.needs_planted = bool({"T2", "T3"} & set(plan.tests))
-        self.rungs = tuple(sorted(self.rungs))
+        self.rungs = tuple(sorted(self.rungs)) or (self.rung,)
         self.rung = self.rungs[-1]
         self.split = halves(self.model)
         self._lower: dict[tuple[Rung, bool], LuminaCache] = {}
@@ -325,7 +327,7 @@ class Bench:
         tried = self._continue(cache, last)
         kl, same = kl_and_agreement(self.continued, tried)
         loss = nll(tried, self.task.expected)
-        return {
+        found = {
             "kl_mean": float(kl.mean()),
             "kl_p95": percentile(kl, 0.95),
             "kl_max": float(np.abs(kl).max()),
@@ -334,6 +336,7 @@ class Bench:
             "nll": loss,
             "nll_change": loss - self.reference["T1"]["nll"],
         }
+        return {**found, "kl": kl.tolist()} if self.by_token else found
 
     def _copies(self, cache: Any) -> dict[str, Any]:
         by_depth = []
