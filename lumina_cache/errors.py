@@ -32,6 +32,7 @@ __all__ = [
     "ProfileFormatError",
     "RankLostError",
     "RanksApartError",
+    "SimulationError",
     "TableFormatError",
     "UnsupportedCacheError",
 ]
@@ -151,6 +152,10 @@ class RanksApartError(LuminaError):
 
 class ObservationError(LuminaError):
     """What was observed of a layer's attention does not fit its rows, or is not enough to rank them by."""
+
+
+class SimulationError(LuminaError, ValueError):
+    """An action, model or state that the simulator has no forward for; says what there is."""
 
 
 class TableFormatError(LuminaError, ValueError):
