@@ -51,7 +51,9 @@ class Manifest:
         self.record = found
 
     @classmethod
-    def of(cls, store: Store, conditions: Mapping[str, Any], lacking: Sequence[Shortage], started: str) -> Manifest:
+    def of(
+        cls, store: Store, conditions: Mapping[str, Any], lacking: Sequence[Shortage], started: str
+    ) -> Manifest:
         """That of the store, or a new one.
 
         Raises:
@@ -75,7 +77,9 @@ class Manifest:
                 "units": {},
             })  # fmt: skip
         if found.get("kind") != KIND or found.get("schema") != SCHEMA:
-            raise CampaignError(f"{store.path} was not filled by a campaign of this version: give another --out")
+            raise CampaignError(
+                f"{store.path} was not filled by a campaign of this version: give another --out"
+            )
         differing = list(_differences(found["conditions"], wanted))
         if differing:
             more = f", and {len(differing) - 4} more" if len(differing) > 4 else ""
@@ -117,7 +121,9 @@ def locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CampaignError(f"another campaign is filling {path}: wait for it, or give another --out") from None
+            raise CampaignError(
+                f"another campaign is filling {path}: wait for it, or give another --out"
+            ) from None
         for left in path.rglob("*.unfinished"):
             left.unlink()
         yield

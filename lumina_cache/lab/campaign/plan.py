@@ -150,7 +150,7 @@ def parse_plan(found: Mapping[str, Any]) -> CampaignPlan:
     for key in _NEEDED:
         if key not in settings:
             raise CampaignError(f"the plan does not say {key}; it needs {', '.join(_NEEDED)} and a [[grid]]")
-    values = {
+    values: dict[str, Any] = {
         key: tuple(_typed(key, one, _LISTS[key]) for one in _listed(key, value))
         if key in _LISTS
         else _typed(key, value, _SINGLE[key])
@@ -181,7 +181,9 @@ def _grid(grid: Mapping[str, Any], where: str) -> Iterator[Trial]:
         names = wanted[action]
         missing = [name for name in names if name not in lists]
         if missing:
-            raise CampaignError(f"{where}: {action!r} has {{{missing[0]}}}, but the grid has no list {missing[0]}")
+            raise CampaignError(
+                f"{where}: {action!r} has {{{missing[0]}}}, but the grid has no list {missing[0]}"
+            )
         for values in product(*(_listed(f"{where}: {name}", lists[name]) for name in names)):
             text = action.format(**dict(zip(names, values, strict=True)))
             for execution in executions:
@@ -205,7 +207,9 @@ def _without_repetitions(trials: Sequence[Trial]) -> tuple[Trial, ...]:
     for trial in trials:
         before = found.setdefault((trial.execution, trial.action), trial)
         if before.role != trial.role:
-            raise CampaignError(f"{trial.action} is a {before.role} in one grid and a {trial.role} in another")
+            raise CampaignError(
+                f"{trial.action} is a {before.role} in one grid and a {trial.role} in another"
+            )
     return tuple(found.values())
 
 

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from ...errors import CampaignError, SimulationError
 from ...gap.records import Observation, Provenance, State
 from ...gap.store import Store
 from ..evaluate import parse_subject, select, user_texts
-from ..evaluate.documents import DOMAINS, EvalDocument, Shortage
+from ..evaluate.documents import EvalDocument, Shortage
 from ..evaluate.measure import Bench
 from ..evaluate.run import measured
 from ..models import LoadedModel
+from ..simulate import Simulator
 from . import simulated
 from .manifest import Manifest, locked, made_under
 from .observe import observations_of, state_of
@@ -97,7 +96,9 @@ def units_of(
     for model in models:
         for context in plan.contexts:
             length = plan.bench_plan(context).length(context)
-            found, missing = select(model.tokenizer, context, plan.documents, length, own, domains=plan.domains)
+            found, missing = select(
+                model.tokenizer, context, plan.documents, length, own, domains=plan.domains
+            )
             lacking += missing
             documents.setdefault(model.fingerprint, []).extend(found)
             units += [Unit(model, d, i, seed) for seed in plan.seeds for i, d in enumerate(found)]
@@ -191,13 +192,18 @@ class _Campaign:
             self.finished += READING
             state = state_of(unit.model.fingerprint, unit.document, unit.seed, plan.scored)
             trials = in_order(plan.trials, plan, unit)
+            # The simulator reads the bench's caches and changes none of them.
+            imposing = any(t.execution == "simulated" for t in trials)
+            simulator = simulated.simulator(bench, unit.seed, self._provenance(unit)) if imposing else None
             if not self.warm:
                 for trial in trials[: plan.warm_up]:
-                    self._trial(trial, bench, unit, state)
+                    self._trial(trial, bench, simulator, unit, state)
                 self.warm = True
             for trial in trials:
-                self.say(Progress(self.finished, self.total, f"{place}  {unit.document.name}  {trial.action}"))
-                result = self._trial(trial, bench, unit, state)
+                self.say(
+                    Progress(self.finished, self.total, f"{place}  {unit.document.name}  {trial.action}")
+                )
+                result = self._trial(trial, bench, simulator, unit, state)
                 if isinstance(result, Failure):
                     failures.append(result)
                 else:
@@ -222,19 +228,27 @@ class _Campaign:
             by_token=True,
         )
 
-    def _trial(self, trial: Trial, bench: Bench, unit: Unit, state: State) -> list[Observation] | Failure:
+    def _trial(
+        self, trial: Trial, bench: Bench, simulator: Simulator | None, unit: Unit, state: State
+    ) -> list[Observation] | Failure:
         provenance = self._provenance(unit)
         if trial.execution == "simulated":
-            return self._simulated(trial, bench, unit, provenance)
+            assert simulator is not None
+            return self._simulated(trial, simulator, unit, provenance)
         record = measured(bench, parse_subject(trial.action))
         if record["state"] == "failed":
             return Failure(unit.document.name, trial.execution, trial.action, record["error"])
         return list(observations_of(trial, record, state, provenance, self.plan.levels))
 
     def _simulated(
-        self, trial: Trial, bench: Bench, unit: Unit, provenance: Provenance
+        self, trial: Trial, simulator: Simulator, unit: Unit, provenance: Provenance
     ) -> list[Observation] | Failure:
-        raise NotImplementedError
+        try:
+            found = simulator.simulate(trial.action)
+        except Exception as error:  # as for real ones: one broken action must not end a run of hours
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return Failure(unit.document.name, trial.execution, trial.action, text)
+        return [replace(found, what=trial.what(), provenance=provenance)]
 
     def _provenance(self, unit: Unit) -> Provenance:
         return Provenance(

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from ...actions import Action
 from ...backend.capabilities import ATTENTION_WEIGHTS, QUERIES, Capability, Rung, observed
-from ...errors import CampaignError
+from ...errors import CampaignError, SimulationError
 from ...gap.records import What
 from ...scorers.observed import OBSERVED
 from ..evaluate.subjects import OwnAction, Subject, is_placebo, is_reference, parse_subject
@@ -45,7 +45,13 @@ def read_trial(text: str, execution: str, role: str | None = None) -> Trial:
     """
     if execution == "simulated":
         action = simulated.parse(text)
-        own = "ceiling" if simulated.foresees(action) else "placebo" if is_placebo(OwnAction(action)) else None
+        try:
+            simulated.check(action)
+        except SimulationError as error:
+            raise CampaignError(f"{error}; or leave it to real executions") from None
+        own = (
+            "ceiling" if simulated.foresees(action) else "placebo" if is_placebo(OwnAction(action)) else None
+        )
         return _trial(execution, str(action), action, int(action.rung), own, role)
     subject: Subject = parse_subject(text)
     own = "reference" if is_reference(subject) else "placebo" if is_placebo(subject) else None
@@ -54,7 +60,9 @@ def read_trial(text: str, execution: str, role: str | None = None) -> Trial:
     return _trial(execution, subject.text, None, int(subject.rung or Rung.NATIVE), own, role)
 
 
-def _trial(execution: str, text: str, action: Action | None, rung: int, own: str | None, role: str | None) -> Trial:
+def _trial(
+    execution: str, text: str, action: Action | None, rung: int, own: str | None, role: str | None
+) -> Trial:
     if own is not None and role not in (None, own):
         raise CampaignError(f"{text} is a {own}, so it cannot be a {role}: leave role out")
     if role == "ceiling" and own != "ceiling":

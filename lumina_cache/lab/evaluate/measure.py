@@ -91,7 +91,9 @@ class Bench:
     index: int  #: of the document within its context
     disk: bool = False  #: whether caches may write rows to files
     rung: Rung = Rung.CACHE  #: at which the prompt is read
-    rungs: tuple[Rung, ...] = ()  #: at which subjects are tried; default: that of the prompt, which is the deepest
+    rungs: tuple[
+        Rung, ...
+    ] = ()  #: at which subjects are tried; default: that of the prompt, which is the deepest
     observe: tuple[str, ...] = ()  #: scorers that watch the prompt's attention, at rung hook
     by_token: bool = False  #: whether records hold T1's KL of every token
     seconds: dict[str, float] = field(default_factory=dict)
