@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from lumina_cache.errors import CampaignError
 from lumina_cache.fingerprint import fingerprint
 from lumina_cache.gap.records import BackendInfeasible, Real, Simulated
 from lumina_cache.gap.store import Store
-from lumina_cache.lab.campaign import CampaignPlan, Outcome, campaign, needs, parse_plan, read_plan
+from lumina_cache.lab.campaign import CampaignPlan, campaign, needs, parse_plan, read_plan
 from lumina_cache.lab.campaign.run import in_order, units_of
 from lumina_cache.lab.models import LoadedModel
 
