@@ -12,6 +12,7 @@ __all__ = [
     "BackendInterfaceError",
     "BudgetError",
     "CalibrationError",
+    "CampaignError",
     "DiskBudgetError",
     "DiskCorruptError",
     "DiskDirectoryError",
@@ -55,6 +56,10 @@ class BudgetError(LuminaError, ValueError):
 
 class CalibrationError(LuminaError, ValueError):
     """A calibration that cannot be made or kept as asked: of this model, within this time, or in this file."""
+
+
+class CampaignError(LuminaError, ValueError):
+    """A plan that no campaign can be made from, or a store that holds another campaign."""
 
 
 class ActionSyntaxError(LuminaError, ValueError):
