@@ -199,6 +199,29 @@ def test_an_action_that_lacks_one_of_a_documents_states_is_missing_there(tmp_pat
     assert [(m.action, m.documents) for m in cells.missing] == [("cache", 8)]
 
 
+def test_an_action_is_of_the_deepest_rung_that_it_needed_on_any_document(tmp_path):
+    store = Store(tmp_path)
+    everything = observations(SPACE, Setting(documents=3))
+    deeper = [replace(o, what=replace(o.what, rung=2)) if i % 2 else o for i, o in enumerate(everything)]
+    store.append(d if d.what.action == "cache" else o for o, d in zip(everything, deeper, strict=True))
+    tables = open_tables(store)
+    cells = cells_of(tables.simulated, strata_of(tables.simulated)[0], draws=500)
+    assert best_of(cells, "cache", 0.28).actions == ("native",)
+    assert "cache: carried out at rungs 1 to 2; counts as the deepest" in cells.notes
+
+
+def test_an_action_of_two_roles_is_left_out_and_named(tmp_path):
+    store = Store(tmp_path)
+    everything = observations(SPACE, Setting(documents=3))
+    first = next(o for o in everything if o.what.action == "kernel")
+    other = replace(first, what=replace(first.what, role="reference"))
+    store.append(other if o is first else o for o in everything)
+    tables = open_tables(store)
+    cells = cells_of(tables.simulated, strata_of(tables.simulated)[0], draws=500)
+    assert best_of(cells, "all", 0.28).actions == ("hook",)
+    assert cells.notes == ("kernel: role or requirements differ between observations; left out",)
+
+
 def test_two_texts_of_one_name_are_two_documents(tmp_path):
     store = Store(tmp_path)
     some = observations([KEEP, NATIVE], Setting(documents=2))

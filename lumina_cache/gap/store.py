@@ -565,7 +565,8 @@ def _once(table: ibis.Table, name: str, rows: int) -> tuple[ibis.Table, int, lis
 
 
 def _example(table: ibis.Table) -> str:
-    found = table.select("action", "document", "context").limit(1).to_pyarrow().to_pylist()
+    columns = ("action", "document", "context")
+    found = table.select(*columns).order_by(*columns).limit(1).to_pyarrow().to_pylist()
     if not found:
         return "no row"
     return f"for example {found[0]['action']} on {found[0]['document']} at {found[0]['context']} tokens"
