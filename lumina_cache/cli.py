@@ -297,7 +297,9 @@ def evaluate(
     actions: Annotated[
         list[str] | None,
         typer.Option(
-            "--actions", "-a", help="Text forms of actions, or mlx-lm:kv_bits=4, or mlx-turboquant:bits=4."
+            "--actions",
+            "-a",
+            help="Text forms of actions, mlx-lm:kv_bits=4, mlx-lm:max_kv_size=50%, mlx-turboquant:bits=4.",
         ),
     ] = None,
     text: Annotated[
@@ -312,7 +314,11 @@ def evaluate(
     block: Annotated[int | None, typer.Option(help="Tokens per teacher-forced forward.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Of planted names and of the bootstrap.", min=0)] = 0,
     rung: Annotated[
-        str, typer.Option(help="How deep caches reach into mlx-lm: native, cache or hook.")
+        str,
+        typer.Option(
+            help="How deep caches reach into mlx-lm: native, cache or hook; native,cache,hook measures each action at "
+            "the least that carries it out."
+        ),
     ] = "cache",
     quick: Annotated[
         bool, typer.Option("--quick", help="Two documents of 400 tokens, T1 and T2: under a minute.")
@@ -346,6 +352,31 @@ def evaluate(
         as_json_text=json,
     )
     if not sound:
+        raise typer.Exit(1)
+
+
+@app.command(
+    epilog="Examples:  lumina-cache campaign campaigns/smollm2-first.toml --dry-run   |   "
+    "lumina-cache campaign campaigns/smollm2-first.toml --out store   |   "
+    "lumina-cache campaign mine.toml --out store --json | jq .failures   |   lumina-cache gap store",
+)
+def campaign(
+    plan: Annotated[Path, typer.Argument(help="A TOML file: models, texts, grids of actions, executions.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The store: a folder. Run again after an interruption, it goes on there."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Read the plan and say what would be measured; nothing is run.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Measure and simulate many actions on many documents, into one store. Exit code 1 if an action is faulty."""
+    from .lab.campaign.command import campaign_command
+
+    if out is None and not dry_run:
+        raise _mistake("give --out STORE, a folder for the observations, or --dry-run")
+    if not campaign_command(plan=plan, out=out or Path(), dry_run=dry_run, as_json=json):
         raise typer.Exit(1)
 
 

@@ -12,6 +12,7 @@ __all__ = [
     "BackendInterfaceError",
     "BudgetError",
     "CalibrationError",
+    "CampaignError",
     "DatabaseError",
     "DiskBudgetError",
     "DiskCorruptError",
@@ -32,6 +33,7 @@ __all__ = [
     "ProfileFormatError",
     "RankLostError",
     "RanksApartError",
+    "SimulationError",
     "TableFormatError",
     "UnsupportedCacheError",
 ]
@@ -55,6 +57,10 @@ class BudgetError(LuminaError, ValueError):
 
 class CalibrationError(LuminaError, ValueError):
     """A calibration that cannot be made or kept as asked: of this model, within this time, or in this file."""
+
+
+class CampaignError(LuminaError, ValueError):
+    """A plan that no campaign can be made from, or a store that holds another campaign."""
 
 
 class DatabaseError(LuminaError, ValueError):
@@ -151,6 +157,10 @@ class RanksApartError(LuminaError):
 
 class ObservationError(LuminaError):
     """What was observed of a layer's attention does not fit its rows, or is not enough to rank them by."""
+
+
+class SimulationError(LuminaError, ValueError):
+    """An action, model or state that the simulator has no forward for; says what there is."""
 
 
 class TableFormatError(LuminaError, ValueError):

@@ -199,6 +199,29 @@ def test_an_action_that_lacks_one_of_a_documents_states_is_missing_there(tmp_pat
     assert [(m.action, m.documents) for m in cells.missing] == [("cache", 8)]
 
 
+def test_an_action_is_of_the_deepest_rung_that_it_needed_on_any_document(tmp_path):
+    store = Store(tmp_path)
+    everything = observations(SPACE, Setting(documents=3))
+    deeper = [replace(o, what=replace(o.what, rung=2)) if i % 2 else o for i, o in enumerate(everything)]
+    store.append(d if d.what.action == "cache" else o for o, d in zip(everything, deeper, strict=True))
+    tables = open_tables(store)
+    cells = cells_of(tables.simulated, strata_of(tables.simulated)[0], draws=500)
+    assert best_of(cells, "cache", 0.28).actions == ("native",)
+    assert "cache: carried out at rungs 1 to 2; counts as the deepest" in cells.notes
+
+
+def test_an_action_of_two_roles_is_left_out_and_named(tmp_path):
+    store = Store(tmp_path)
+    everything = observations(SPACE, Setting(documents=3))
+    first = next(o for o in everything if o.what.action == "kernel")
+    other = replace(first, what=replace(first.what, role="reference"))
+    store.append(other if o is first else o for o in everything)
+    tables = open_tables(store)
+    cells = cells_of(tables.simulated, strata_of(tables.simulated)[0], draws=500)
+    assert best_of(cells, "all", 0.28).actions == ("hook",)
+    assert cells.notes == ("kernel: role or requirements differ between observations; left out",)
+
+
 def test_two_texts_of_one_name_are_two_documents(tmp_path):
     store = Store(tmp_path)
     some = observations([KEEP, NATIVE], Setting(documents=2))
@@ -235,7 +258,7 @@ def noise_only(seed: int, documents: int, shared: float = 0.0):
 
 @pytest.mark.parametrize("documents", [12, 30, 90])
 def test_noise_alone_gives_an_interval_that_covers_zero_as_often_as_it_says(documents):
-    gaps = [gap_between(noise_only(s, documents), "native", "all", 0.25, whole=False) for s in range(400)]
+    gaps = [gap_between(noise_only(s, documents), "native", "all", 0.25) for s in range(400)]
     rate = np.mean([covered(g.points) for g in gaps])
     assert 0.92 <= rate <= 0.98  # 400 draws of a 95 % interval: standard error 1.1 %
     values = np.array([g.points.value for g in gaps])
@@ -546,6 +569,7 @@ TAKERS = {
     "strata_of": strata_of,
     "cells_of": lambda x: cells_of(x, ANY.stratum),
     "attribute": lambda x: attribute(x, "native", 0.28),
+    "begin": lambda x: lumina_cache.gap.attribution.begin(x, "native", 0.28),
     "by_layer": by_layer,
     "of_domain": lambda x: of_domain(x, "0"),
     "best_of": lambda x: best_of(x, "native", 0.28),
@@ -556,6 +580,7 @@ TAKERS = {
     "members": lambda x: lumina_cache.gap.gap.members(x, "native"),
     "parts": lambda x: parts(x, "native", 0.28),
     "placebo": lambda x: placebo(x, 0.28),
+    "prepare": lambda x: lumina_cache.gap.gap.prepare(x, [0.28], [0.0]),
     "scores": scores,
     "sides": sides,
     "together": lumina_cache.gap.gap.together,

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import AnalysisError
-from .attribution import Attribution, LayerCost, attribute, by_layer, of_domain
+from .attribution import Attribution, LayerCost, begin, by_layer, of_domain
 from .cells import Cells, Missing, Stratum, cells_of, strata_of
 from .gap import (
     BUDGETS,
@@ -37,6 +37,7 @@ from .gap import (
     members,
     parts,
     placebo,
+    prepare,
     sides,
 )
 from .resample import LEVEL, Estimate
@@ -290,6 +291,7 @@ def _stratum(cells: Cells, settings: Settings) -> StratumAnalysis:
     timed = bool(np.isfinite(cells.time).any())
     if not timed:
         notes.append("no times: quality at equal bytes only")
+    prepare(cells, settings.budgets, [w for w in settings.time_weights if timed or w == 0.0])
     references = ["full", *(n for n in names if n in ("hook", "all", "ceiling"))]
     attributions = _attributions(cells, rungs, settings, notes) if len(names) > len(rungs) else ()
     layers = by_layer(cells)
@@ -306,7 +308,7 @@ def _stratum(cells: Cells, settings: Settings) -> StratumAnalysis:
         bests=tuple(best_of(cells, side, b) for b in settings.budgets for side in names),
         gaps=tuple(gap_between(cells, low, high, b) for b in settings.budgets for low, high in pairs),
         time_sweep=tuple(
-            gap_between(cells, low, high, b, weight, whole=False)
+            gap_between(cells, low, high, b, weight)
             for weight in settings.time_weights
             if weight > 0 and timed
             for b in settings.budgets
@@ -338,15 +340,15 @@ def _attributions(
     groups = [("all", cells)]
     if len(cells.resampling.of_domain) > 1:
         groups += [(name, of_domain(cells, name)) for name in cells.resampling.of_domain]
-    found = []
+    begun = []
     for rung in rungs:
         for budget in settings.budgets:
             for name, some in groups:
                 try:
-                    found.append(attribute(some, rung, budget, documents=name))
+                    begun.append(begin(some, rung, budget, documents=name))
                 except AnalysisError as error:
                     notes.append(f"no attribution of {rung} at {budget:.4g} ({name}): {error}")
-    return tuple(found)
+    return tuple(finish() for finish in begun)
 
 
 def _points(cells: Cells, names: Sequence[str]) -> tuple[Point, ...]:

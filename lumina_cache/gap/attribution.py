@@ -38,6 +38,7 @@ __all__ = [
     "Capability",
     "LayerCost",
     "attribute",
+    "begin",
     "by_layer",
     "of_domain",
     "together_needed",
@@ -128,6 +129,23 @@ def attribute(
         AnalysisError: there are more than MAX_CAPABILITIES to tell apart, or no such rung.
         MixedExecutionStateError: not the cells of one execution state.
     """
+    return begin(cells, base, budget, named=named, documents=documents)()
+
+
+def begin(
+    cells: Cells,
+    base: str,
+    budget: float,
+    *,
+    named: Callable[[Iterable[str]], frozenset[str]] = together_needed,
+    documents: str = "all",
+) -> Callable[[], Attribution]:
+    """The first half of :func:`attribute`: what it returns works out the intervals, together with whatever else waits.
+
+    Raises:
+        AnalysisError: there are more than MAX_CAPABILITIES to tell apart, or no such rung.
+        MixedExecutionStateError: not the cells of one execution state.
+    """
     together(cells)
     if base not in _RUNGS:
         raise AnalysisError(f"{base!r}: capabilities are missing from {', '.join(_RUNGS)}")
@@ -144,9 +162,10 @@ def attribute(
             f"enumerated: tell fewer apart with named=. They are {', '.join(names)}"
         )
     if not any(not n for n in needs.values()):
-        return Attribution(base, budget, documents, None, (), (), f"no action of {base} fits {budget:.4g}")
+        nothing = Attribution(base, budget, documents, None, (), (), f"no action of {base} fits {budget:.4g}")
+        return lambda: nothing
     if not names:
-        return _nothing_lacking(cells, base, budget, documents)
+        return lambda: _nothing_lacking(cells, base, budget, documents)
     return _enumerated(cells, base, budget, documents, needs, names)
 
 
@@ -181,7 +200,7 @@ def _enumerated(
     documents: str,
     needs: Mapping[int, frozenset[str]],
     names: Sequence[str],
-) -> Attribution:
+) -> Callable[[], Attribution]:
     docs, score = cells.resampling, scores(cells)
     n = len(names)
     bit = {name: 1 << i for i, name in enumerate(names)}
@@ -208,21 +227,20 @@ def _enumerated(
         given |= 1 << one
     rows += [value(1 << i) - nothing for i in range(n)]
     rows += [_shapley(i, n, picks, score) for i in range(n)]
-    total, *each = docs.estimates(np.stack(rows))
-    in_order, alone, shapley = each[:n], each[n : 2 * n], each[2 * n :]
-    found = [
-        Capability(
-            name,
-            alone[i],
-            shapley[i],
-            places[i],
-            in_order[places[i] - 1],
-            sum(name in lacking for lacking in needs.values()),
-        )
-        for i, name in enumerate(names)
-    ]
-    found.sort(key=lambda c: (-c.shapley.value, c.order))
-    return Attribution(base, budget, documents, total, tuple(found), _best_sets(means, names))
+    drawn = docs.later(np.stack(rows))
+    counts = {name: sum(name in lacking for lacking in needs.values()) for name in names}
+
+    def finish() -> Attribution:
+        total, *each = drawn.estimates
+        in_order, alone, shapley = each[:n], each[n : 2 * n], each[2 * n :]
+        found = [
+            Capability(name, alone[i], shapley[i], places[i], in_order[places[i] - 1], counts[name])
+            for i, name in enumerate(names)
+        ]
+        found.sort(key=lambda c: (-c.shapley.value, c.order))
+        return Attribution(base, budget, documents, total, tuple(found), _best_sets(means, names))
+
+    return finish
 
 
 def _picks(means: Array, index: Index, mask: Index, n: int) -> Index:

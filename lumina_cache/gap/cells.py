@@ -168,11 +168,15 @@ def _reduced(here: ibis.Table) -> ibis.Table:
 
 
 def _facts(here: ibis.Table) -> tuple[dict[str, Fact], list[str]]:
-    """Facts by action; an action of which two things are said is in the notes instead."""
+    """Facts by action; an action of which two things are said is in the notes instead.
+
+    An action that one rung executes on some documents and only a deeper one on others is of the deeper one: the former
+    does not execute it everywhere.
+    """
     joined = here.mutate(needs=here.requires.join("\n"))
     found = joined.group_by("action").aggregate(
-        rung=joined.rung.min(),
-        rung_last=joined.rung.max(),
+        rung=joined.rung.max(),
+        rung_first=joined.rung.min(),
         role=joined.role.min(),
         role_last=joined.role.max(),
         needs=joined.needs.min(),
@@ -181,9 +185,13 @@ def _facts(here: ibis.Table) -> tuple[dict[str, Fact], list[str]]:
     facts: dict[str, Fact] = {}
     notes: list[str] = []
     for r in found.to_pyarrow().to_pylist():
-        if (r["rung"], r["role"], r["needs"]) != (r["rung_last"], r["role_last"], r["needs_last"]):
-            notes.append(f"{r['action']}: rung, role or requirements differ between observations; left out")
+        if (r["role"], r["needs"]) != (r["role_last"], r["needs_last"]):
+            notes.append(f"{r['action']}: role or requirements differ between observations; left out")
             continue
+        if r["rung"] != r["rung_first"]:
+            notes.append(
+                f"{r['action']}: carried out at rungs {r['rung_first']} to {r['rung']}; counts as the deepest"
+            )
         needs = tuple(n for n in (r["needs"] or "").split("\n") if n)
         facts[r["action"]] = Fact(r["action"], int(r["rung"]), needs, r["role"])
     return facts, sorted(notes)

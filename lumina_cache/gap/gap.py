@@ -30,7 +30,7 @@ import numpy.typing as npt
 from ..backend.capabilities import Rung
 from ..errors import AnalysisError, MixedExecutionStateError
 from .cells import Cells
-from .resample import Array, Estimate
+from .resample import Array, Drawn, Estimate
 
 __all__ = [
     "BUDGETS",
@@ -51,6 +51,7 @@ __all__ = [
     "members",
     "parts",
     "placebo",
+    "prepare",
     "scores",
     "sides",
     "together",
@@ -154,7 +155,13 @@ class Achieved:
     chosen: Chosen
     #: score, KL, score held out, score statewise, score in hindsight, of each document: shape (5, documents)
     values: Array
-    drawn: Array  #: means of the same in every draw of documents, shape (5, draws)
+    draws: Drawn  #: of the first two
+    more_draws: Drawn | None  #: of the others, where they are wanted
+
+    @property
+    def drawn(self) -> Array:
+        """Means of score and KL in every draw of documents, shape (2, draws)."""
+        return self.draws.drawn
 
 
 def choose(cells: Cells, index: Index, score: Array) -> Chosen | None:
@@ -352,6 +359,18 @@ def best_of(cells: Cells, side: str, budget: float, time_weight: float = 0.0) ->
     )
 
 
+def prepare(cells: Cells, budgets: Sequence[float], time_weights: Sequence[float]) -> None:
+    """Make all choices now, so that their intervals are worked out at once.
+
+    Raises:
+        MixedExecutionStateError: not the cells of one execution state.
+    """
+    for side in sides(cells):
+        for budget in budgets:
+            for weight in time_weights:
+                _achieved(cells, side, budget, weight)
+
+
 def _achieved(cells: Cells, side: str, budget: float, time_weight: float = 0.0) -> Achieved | str:
     """What a side achieves, or why nothing; worked out once."""
     key = ("achieved", side, budget, time_weight)
@@ -376,16 +395,12 @@ def _achieve(cells: Cells, side: str, budget: float, time_weight: float) -> Achi
     seen = whole[index[int(np.argmax(docs.mean(whole[index])))]]
     held = _held_out(cells, index, score) if docs.spread else np.full(docs.count, np.nan)
     values = np.stack([chosen.values, chosen.kl, held, _statewise(index, score), seen])
-    return Achieved(chosen, values, docs.draw(values))
+    more = docs.later(values[2:]) if time_weight == 0.0 else None
+    return Achieved(chosen, values, docs.later(values[:2]), more)
 
 
-def gap_between(
-    cells: Cells, low: str, high: str, budget: float, time_weight: float = 0.0, *, whole: bool = True
-) -> Gap:
-    """The gap between two sides at a budget.
-
-    Args:
-        whole: whether to work out more than ``points`` and ``nats``.
+def gap_between(cells: Cells, low: str, high: str, budget: float, time_weight: float = 0.0) -> Gap:
+    """The gap between two sides at a budget; with λ_T > 0 ``points`` and ``nats`` alone.
 
     Raises:
         AnalysisError: these observations have no such side.
@@ -397,12 +412,12 @@ def gap_between(
         why = "; ".join(one for one in (a, b) if isinstance(one, str))
         return Gap(low, high, budget, time_weight, None, None, None, None, None, None, why=why, bytes_why=why)
     docs = cells.resampling
-    wanted = 5 if whole else 2
-    means = docs.mean(b.values[:wanted] - a.values[:wanted])
-    drawn = b.drawn[:wanted] - a.drawn[:wanted]
-    points, nats, *more = (docs.of_draws(float(m), d) for m, d in zip(means, drawn, strict=True))
+    means, drawn = docs.mean(b.values - a.values), b.drawn - a.drawn
+    if a.more_draws is not None and b.more_draws is not None:
+        drawn = np.concatenate([drawn, b.more_draws.drawn - a.more_draws.drawn])
+    points, nats, *more = (docs.of_draws(float(m), d) for m, d in zip(means, drawn, strict=False))
     held, wise, seen = more or (None, None, None)
-    times, why = _bytes_times(cells, low, b) if whole else (None, "not asked for")
+    times, why = _bytes_times(cells, low, b) if time_weight == 0.0 else (None, "")
     return Gap(
         low,
         high,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LEVEL", "Array", "Documents", "Estimate"]
+__all__ = ["LEVEL", "Array", "Documents", "Drawn", "Estimate"]
 
 #: Coverage of every interval.
 LEVEL = 0.95
@@ -60,6 +60,7 @@ class Documents:
             self.weights[index] = 1 / (len(names) * index.size)
         self._seed = seed
         self._drawn: Array | None = None
+        self._waiting: list[Drawn] = []
 
     @property
     def spread(self) -> bool:
@@ -86,8 +87,7 @@ class Documents:
 
     def estimates(self, values: Array) -> list[Estimate]:
         """Means of several values per document, shape (n, documents), with their intervals."""
-        drawn = self.draw(values)
-        return [self.of_draws(float(v), d) for v, d in zip(self.mean(values), drawn, strict=True)]
+        return self.later(values).estimates
 
     def draw(self, values: Array) -> Array:
         """The means of each draw, shape (n, draws) for values of shape (n, documents); NaN if there are no intervals."""
@@ -95,6 +95,21 @@ class Documents:
             return np.full((len(values), 1), np.nan)
         found: Array = values @ self.drawn
         return found
+
+    def later(self, values: Array) -> Drawn:
+        """As :meth:`draw`, put off until somebody asks: whatever waits then is drawn at once, which is much faster."""
+        drawn = Drawn(self, values)
+        self._waiting.append(drawn)
+        return drawn
+
+    def draw_waiting(self) -> None:
+        """Draw all that waits."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            found = self.draw(np.concatenate([one.values for one in waiting]))
+            ends = np.cumsum([len(one.values) for one in waiting])[:-1]
+            for one, rows in zip(waiting, np.split(found, ends), strict=True):
+                one.rows = rows
 
     def of_draws(self, value: float, drawn: Array) -> Estimate:
         """A figure whose draws were worked out by the caller, shape (draws,). No interval if some are no numbers."""
@@ -110,6 +125,29 @@ class Documents:
         if self.spread:
             found._drawn = self.drawn[index] * len(self.of_domain)
         return found
+
+
+class Drawn:
+    """Means of several values in every draw, worked out when they are asked for."""
+
+    def __init__(self, documents: Documents, values: Array) -> None:
+        self.documents = documents
+        self.values = values  #: shape (n, documents)
+        self.rows: Array | None = None
+
+    @property
+    def drawn(self) -> Array:
+        """Shape (n, draws)."""
+        if self.rows is None:
+            self.documents.draw_waiting()
+        assert self.rows is not None
+        return self.rows
+
+    @property
+    def estimates(self) -> list[Estimate]:
+        """One for each of the values."""
+        means = self.documents.mean(self.values)
+        return [self.documents.of_draws(float(v), d) for v, d in zip(means, self.drawn, strict=True)]
 
 
 def _times_drawn(n: int, draws: int, seed: tuple[int, int]) -> Array:

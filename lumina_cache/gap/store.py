@@ -46,6 +46,7 @@ __all__ = [
     "SimulatedTable",
     "Store",
     "Tables",
+    "empty_file",
     "of_one_state",
     "open_tables",
     "schema_of",
@@ -354,11 +355,12 @@ class DuckDB:
 
     def read(self, files: Sequence[Path], empty: pa.Schema) -> ibis.Table:
         if not files:
-            files = [_empty_file(Path(self._scratch.name), empty)]
+            files = [empty_file(Path(self._scratch.name), empty)]
         return self.connection.read_parquet([str(f) for f in files])
 
 
-def _empty_file(folder: Path, schema: pa.Schema) -> Path:
+def empty_file(folder: Path, schema: pa.Schema) -> Path:
+    """A Parquet file in ``folder`` without rows, for engines that read nothing but files."""
     import pyarrow.parquet as pq
 
     path = folder / f"{uuid.uuid4().hex}.parquet"
@@ -563,7 +565,8 @@ def _once(table: ibis.Table, name: str, rows: int) -> tuple[ibis.Table, int, lis
 
 
 def _example(table: ibis.Table) -> str:
-    found = table.select("action", "document", "context").limit(1).to_pyarrow().to_pylist()
+    columns = ("action", "document", "context")
+    found = table.select(*columns).order_by(*columns).limit(1).to_pyarrow().to_pylist()
     if not found:
         return "no row"
     return f"for example {found[0]['action']} on {found[0]['document']} at {found[0]['context']} tokens"
