@@ -174,16 +174,29 @@ def run(
 
 
 @app.command(
-    epilog="Examples:  lumina-cache gap run.jsonl   |   lumina-cache gap run.jsonl --json | jq .mean"
+    epilog="Examples:  lumina-cache gap run.jsonl   |   lumina-cache gap run.jsonl --html chat.html   |   "
+    "lumina-cache gap campaign/ --html report.html --plots figures/   |   "
+    "lumina-cache gap run.jsonl --json | jq .mean"
 )
-def gap(log: Annotated[Path, typer.Argument(help="An audit log.")], json: AsJson = False) -> None:
-    """From an audit log: what the backend's limits cost at each decision, and which limit it was."""
-    from .audit import read_log
-    from .gap.decisions import gap_of_log
-    from .gap.report import as_json, as_text
+def gap(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="STORE|LOG...", help="Stores of observations, analysed as one, and audit logs."
+        ),
+    ],
+    html: Annotated[
+        Path | None, typer.Option(help="Write one HTML page with interactive figures, for reading offline.")
+    ] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="Write the figures as PNG and SVG into this folder.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """What the backend's limits cost, and which limit it was: in a campaign, or at each decision of a session."""
+    from .gap.report import gap_command
 
-    report = gap_of_log(read_log(log))
-    typer.echo(as_json(report) if json else as_text(report))
+    typer.echo(gap_command(paths, html=html, plots=plots, as_json_text=json, command=_command()))
 
 
 @app.command(
@@ -590,6 +603,13 @@ def db_export(
     from .database.command import export_command
 
     typer.echo(export_command(folder, format, db, as_json=json))
+
+
+def _command() -> str:
+    """The command as it could be given again; paths as they were."""
+    import shlex
+
+    return shlex.join(["lumina-cache", *sys.argv[1:]])
 
 
 def _as_json(found: object) -> str:
