@@ -54,8 +54,8 @@ def in_processes(
         for line in lines:
             busy += _give(line, due)
         while busy:
-            for line in wait(lines):
-                assert isinstance(line, Connection)
+            for ready in wait(lines):
+                line = next(one for one in lines if one is ready)
                 try:
                     kind, what = line.recv()
                 except EOFError:
