@@ -12,16 +12,15 @@ from functools import lru_cache
 import numpy as np
 
 from ...errors import CampaignError
-from ...gap.records import Observation, Provenance, State
+from ...gap.records import Observation, Provenance, Simulated, State
 from ..evaluate import parse_subject
 from ..evaluate.documents import EvalDocument
 from ..evaluate.measure import Bench
 from ..evaluate.run import measured
 from ..models import LoadedModel, load_model
-from ..simulate import Simulator
-from . import simulated
 from .observe import now, observations_of, state_of
 from .plan import CampaignPlan
+from .simulated import Imposed, observers
 from .trial import Trial
 
 __all__ = ["READING", "Failure", "Found", "Said", "Unit", "in_order", "measure", "measure_in_worker"]
@@ -157,21 +156,20 @@ class _Trials:
     def __init__(self, bench: Bench, unit: Unit, provenance: Provenance) -> None:
         self.bench, self.unit, self.provenance = bench, unit, provenance
         self.state: State = state_of(unit.fingerprint, unit.document, unit.seed, unit.plan.scored)
-        # It reads the bench's caches and changes none of them.
-        self.simulator: Simulator | None = None
+        self.imposed: Imposed | None = None
         if any(t.execution == "simulated" for t in unit.plan.trials):
-            self.simulator = simulated.simulator(bench, unit.seed, provenance)
+            self.imposed = Imposed(bench, unit.seed, provenance)
 
     def carry_out(self, trial: Trial) -> list[Observation] | Failure:
         """Its observations, or what went wrong: one broken action must not end a run of hours."""
         provenance = replace(self.provenance, made=now())
         if trial.execution == "simulated":
-            assert self.simulator is not None
+            assert self.imposed is not None
             try:
-                found = self.simulator.simulate(trial.action)
+                found = self.imposed.measured(trial.action)
             except Exception as error:
                 return self._failure(trial, f"{type(error).__name__}: {' '.join(str(error).split())}")
-            return [replace(found, what=trial.what(), provenance=provenance)]
+            return [Simulated(self.state, trial.what(), provenance, found)]
         record = measured(self.bench, parse_subject(trial.action))
         if record["state"] == "failed":
             return self._failure(trial, record["error"])
@@ -183,10 +181,6 @@ class _Trials:
 
 def _observed(trials: Sequence[Trial]) -> tuple[str, ...]:
     """Scorers whose statistics some trial needs."""
-    names: list[str] = []
-    for trial in trials:
-        if trial.execution == "real":
-            names += parse_subject(trial.action).observes
-        else:
-            names += simulated.observed_by(simulated.parse(trial.action))
-    return tuple(dict.fromkeys(names))
+    real = [n for t in trials if t.execution == "real" for n in parse_subject(t.action).observes]
+    imposed = observers(t.action for t in trials if t.execution == "simulated")
+    return tuple(dict.fromkeys((*real, *imposed)))
