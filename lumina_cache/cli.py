@@ -357,7 +357,7 @@ def evaluate(
 
 @app.command(
     epilog="Examples:  lumina-cache campaign campaigns/smollm2-first.toml --dry-run   |   "
-    "lumina-cache campaign campaigns/smollm2-first.toml --out store   |   "
+    "lumina-cache campaign campaigns/smollm2-first.toml --out store --workers 2   |   "
     "lumina-cache campaign mine.toml --out store --json | jq .failures   |   lumina-cache gap store",
 )
 def campaign(
@@ -366,6 +366,12 @@ def campaign(
         Path | None,
         typer.Option(help="The store: a folder. Run again after an interruption, it goes on there."),
     ] = None,
+    workers: Annotated[
+        int,
+        typer.Option(
+            help="Processes, each with a model of its own.", min=1
+        ),
+    ] = 1,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Read the plan and say what would be measured; nothing is run.")
     ] = False,
@@ -376,7 +382,7 @@ def campaign(
 
     if out is None and not dry_run:
         raise _mistake("give --out STORE, a folder for the observations, or --dry-run")
-    if not campaign_command(plan=plan, out=out or Path(), dry_run=dry_run, as_json=json):
+    if not campaign_command(plan=plan, out=out or Path(), workers=workers, dry_run=dry_run, as_json=json):
         raise typer.Exit(1)
 
 
