@@ -55,7 +55,9 @@ def store(tmp_path_factory) -> Path:
     layers = [Planted(What(f"{i}-{i}:quant:affine,bits=4,group=32"), 0.95, 0.01 * (i + 1)) for i in range(3)]
     write(made, [*space, *layers], SETTING, "simulated")
     made.append([refusal("quant:x", "QUERIES"), refusal("quant:y", "QUERIES"), refusal("quant:z", "FUTURE")])
-    made.write_manifest({"command": "lumina-cache campaign plan.toml", "seed": 7})
+    failed = {"failures": [{"action": "quant:w", "error": "went wrong"}]}
+    plan = {"command": "lumina-cache campaign plan.toml", "plan": {"order_seed": 7, "contexts": [1024, 4096]}}
+    made.write_manifest({**plan, "units": {"unit 1": failed}})
     return made.path
 
 
@@ -306,6 +308,10 @@ def test_where_it_comes_from_is_on_the_page(html, store):
         "lumina-cache gap store log",
         "manifest: command",
         "lumina-cache campaign plan.toml",
+        "<dt>manifest: plan.order_seed</dt><dd>7</dd>",
+        "1024, 4096",
+        "failed in unit 1: action quant:w, error went wrong",
+        "prose:0, prose:1, prose:2",
         "MLX 0, mlx-lm 0.9",
         "bootstrap over documents",
         "9 (code 3, dialogue 3, prose 3)",

@@ -30,6 +30,9 @@ RUNGS = ("native", "cache", "hook", "kernel", "trained")
 #: Most bars that a figure of causes shows; the table has all of them.
 MOST_BARS = 12
 
+#: Documents that are named beside the figures.
+MOST_NAMES = 40
+
 _Row = tuple[str, ...]
 
 
@@ -58,6 +61,7 @@ def _stratum(state: StateAnalysis, index: int, one: StratumAnalysis) -> Section:
         ("held when the action is taken", f"{s.context:,} tokens, {s.phase}"),
         ("scored after it", f"{s.horizon:,} tokens"),
         ("documents", f"{len(one.documents)} ({domains}), {one.states} states"),
+        ("their names", _names(one.documents)),
         ("device", f"{s.device}, {s.machine}"),
         ("versions", f"MLX {s.mlx}, mlx-lm {s.mlx_lm}, lumina_cache {s.lumina_cache}"),
         ("source", s.source),
@@ -85,6 +89,11 @@ def _stratum(state: StateAnalysis, index: int, one: StratumAnalysis) -> Section:
         figures,
         one.notes,
     )
+
+
+def _names(documents: Sequence[str]) -> str:
+    more = len(documents) - MOST_NAMES
+    return ", ".join(documents[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _title(one: StratumAnalysis, strata: Sequence[StratumAnalysis]) -> str:
