@@ -225,11 +225,14 @@ def _gap_sentence(
     neutral = 1.0 if unit == "times the bytes" else 0.0
     sure = sum(e.low is not None and e.low > neutral for _, e in known)
     below = sum(e.high is not None and e.high < neutral for _, e in known)
-    text = (
+    widest = (
         f"The widest gap is that from {top.low} to {top.high} at {percent(top.budget)} of the bytes, "
-        f"{with_interval(estimate, unit)}; {sure} of the {len(known)} gaps shown are above {number(neutral)} "
-        "with their whole interval"
+        f"{with_interval(estimate, unit)}"
     )
+    told = [e for _, e in known if e.low is not None]
+    if not told:
+        return f"{widest}; with so few documents there are no intervals, so that none can be told from noise."
+    text = f"{widest}; {sure} of {len(told)} gaps with an interval lie above {number(neutral)} with all of it"
     return text + (f", and {below} below it." if below else ".")
 
 
