@@ -174,16 +174,29 @@ def run(
 
 
 @app.command(
-    epilog="Examples:  lumina-cache gap run.jsonl   |   lumina-cache gap run.jsonl --json | jq .mean"
+    epilog="Examples:  lumina-cache gap run.jsonl   |   lumina-cache gap run.jsonl --html chat.html   |   "
+    "lumina-cache gap campaign/ --html report.html --plots figures/   |   "
+    "lumina-cache gap run.jsonl --json | jq .mean"
 )
-def gap(log: Annotated[Path, typer.Argument(help="An audit log.")], json: AsJson = False) -> None:
-    """From an audit log: what the backend's limits cost at each decision, and which limit it was."""
-    from .audit import read_log
-    from .gap.decisions import gap_of_log
-    from .gap.report import as_json, as_text
+def gap(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="STORE|LOG...", help="Stores of observations, analysed as one, and audit logs."
+        ),
+    ],
+    html: Annotated[
+        Path | None, typer.Option(help="Write one HTML page with interactive figures, for reading offline.")
+    ] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="Write the figures as PNG and SVG into this folder.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """What the backend's limits cost, and which limit it was: in a campaign, or at each decision of a session."""
+    from .gap.report import gap_command
 
-    report = gap_of_log(read_log(log))
-    typer.echo(as_json(report) if json else as_text(report))
+    typer.echo(gap_command(paths, html=html, plots=plots, as_json_text=json, command=_command()))
 
 
 @app.command(
@@ -344,7 +357,7 @@ def evaluate(
 
 @app.command(
     epilog="Examples:  lumina-cache campaign campaigns/smollm2-first.toml --dry-run   |   "
-    "lumina-cache campaign campaigns/smollm2-first.toml --out store   |   "
+    "lumina-cache campaign campaigns/smollm2-first.toml --out store --workers 2   |   "
     "lumina-cache campaign mine.toml --out store --json | jq .failures   |   lumina-cache gap store",
 )
 def campaign(
@@ -353,6 +366,12 @@ def campaign(
         Path | None,
         typer.Option(help="The store: a folder. Run again after an interruption, it goes on there."),
     ] = None,
+    workers: Annotated[
+        int,
+        typer.Option(
+            help="Processes, each with a model of its own.", min=1
+        ),
+    ] = 1,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Read the plan and say what would be measured; nothing is run.")
     ] = False,
@@ -363,7 +382,7 @@ def campaign(
 
     if out is None and not dry_run:
         raise _mistake("give --out STORE, a folder for the observations, or --dry-run")
-    if not campaign_command(plan=plan, out=out or Path(), dry_run=dry_run, as_json=json):
+    if not campaign_command(plan=plan, out=out or Path(), workers=workers, dry_run=dry_run, as_json=json):
         raise typer.Exit(1)
 
 
@@ -590,6 +609,13 @@ def db_export(
     from .database.command import export_command
 
     typer.echo(export_command(folder, format, db, as_json=json))
+
+
+def _command() -> str:
+    """The command as it could be given again; paths as they were."""
+    import shlex
+
+    return shlex.join(["lumina-cache", *sys.argv[1:]])
 
 
 def _as_json(found: object) -> str:

@@ -22,7 +22,8 @@ from lumina_cache.fingerprint import fingerprint
 from lumina_cache.gap.records import BackendInfeasible, Real, Simulated
 from lumina_cache.gap.store import Store
 from lumina_cache.lab.campaign import CampaignPlan, campaign, needs, parse_plan, read_plan
-from lumina_cache.lab.campaign.run import in_order, units_of
+from lumina_cache.lab.campaign.run import units_of
+from lumina_cache.lab.campaign.unit import in_order
 from lumina_cache.lab.models import LoadedModel
 
 ACTIONS = [
@@ -34,7 +35,7 @@ ACTIONS = [
     "evict:random@0.50,seed=1",
     "evict:dms@0.50",
 ]
-SIMULATED = ["evict:sinks_window@0.50", "evict:adakv@0.50", "oracle:future@0.50"]
+SIMULATED = ["evict:sinks_window@0.50", "evict:adakv@0.50", "oracle:future@0.50", "mlx-lm:max_kv_size=50%"]
 
 
 def table(**changes: Any) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def test_every_action_leaves_an_observation_of_the_execution_that_it_had(
     assert roles["evict:random@0.50,seed=1"] == "placebo"
     assert roles["oracle:future@0.50"] == "ceiling"
     assert roles["evict:snapkv@0.50"] == "candidate"
-    assert outcome.observations == {"real": 12, "simulated": 6, "backend_infeasible": 2 * (4 + 1 + 3)}
+    assert outcome.observations == {"real": 12, "simulated": 8, "backend_infeasible": 2 * (4 + 1 + 3)}
 
 
 def test_every_rung_that_refuses_says_why(loaded: LoadedModel, plan: CampaignPlan, tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ def test_the_store_reads_without_a_problem(loaded: LoadedModel, plan: CampaignPl
     campaign(plan, [loaded], tmp_path / "store")
     tables = open_tables(tmp_path / "store")
     assert tables.problems == ()
-    assert (tables.real.rows, tables.simulated.rows, tables.refusals.rows) == (12, 6, 16)
+    assert (tables.real.rows, tables.simulated.rows, tables.refusals.rows) == (12, 8, 16)
 
 
 def test_figures_are_those_of_an_evaluation_of_the_same_document(
@@ -174,6 +175,31 @@ def test_figures_are_those_of_an_evaluation_of_the_same_document(
         assert one.measured.share16 == record["bytes"]["share16"]
         assert one.state.horizon == 32
         assert one.state.context == 64
+
+
+@pytest.mark.parametrize(
+    "action", ["mlx-lm:max_kv_size=50%", "mlx-lm:max_kv_size=12", "mlx-lm:kv_bits=4,group=32"]
+)
+def test_mlx_lms_own_actions_are_simulated_as_they_run(
+    loaded: LoadedModel, tmp_path: Path, action: str
+) -> None:
+    campaign(plan_in(tmp_path, grid=[{"actions": [action]}]), [loaded], tmp_path / "store")
+    store = Store(tmp_path / "store")
+    real, simulated = (
+        {o.state.document: o for o in store.observations(state)} for state in ("real", "simulated")
+    )
+    assert len(real) == len(simulated) == 2
+    for document, one in real.items():
+        other = simulated[document]
+        assert isinstance(one, Real)
+        assert isinstance(other, Simulated)
+        assert other.measured.quality.kl_spans == pytest.approx(
+            one.measured.quality.kl_spans, rel=1e-3, abs=1e-6
+        )
+        assert other.measured.live == one.measured.live
+        assert other.measured.share16 == one.measured.share16
+        assert other.what == one.what
+        assert other.what.rung == Rung.NATIVE
 
 
 def test_what_a_backend_lacks_is_not_counted_twice() -> None:
@@ -222,12 +248,11 @@ def test_the_order_is_drawn_for_each_document_and_is_the_same_again(
     loaded: LoadedModel, plan: CampaignPlan
 ) -> None:
     units, _, _ = units_of(plan, [loaded])
-    orders = [in_order(plan.trials, plan, u) for u in units]
+    orders = [in_order(u) for u in units]
     assert orders[0] != orders[1]
-    assert orders == [in_order(plan.trials, plan, u) for u in units]
+    assert orders == [in_order(u) for u in units]
     assert all(set(order) == set(plan.trials) for order in orders)
-    other = replace(plan, order_seed=1)
-    assert in_order(plan.trials, other, units[0]) != orders[0]
+    assert in_order(replace(units[0], plan=replace(plan, order_seed=1))) != orders[0]
 
 
 def test_a_finished_store_is_not_measured_again(
@@ -269,7 +294,7 @@ from lumina_cache.lab.tiny import build
 from test_campaign import model_of, plan_in
 units = 0
 def progress(p):
-    if p.what.startswith("2 of 2") and p.done > {after}:
+    if p.done > {after}:
         os.kill(os.getpid(), signal.SIGKILL)
 campaign(plan_in(Path({folder!r})), [model_of(build("llama"))], Path({out!r}), on_progress=progress)
 """
@@ -297,7 +322,7 @@ def test_after_a_kill_the_same_command_goes_on_as_if_nothing_had_been(tmp_path: 
 
 def test_ctrl_c_leaves_whole_documents(loaded: LoadedModel, plan: CampaignPlan, tmp_path: Path) -> None:
     def stop(progress: Any) -> None:
-        if progress.what.startswith("2 of 2"):
+        if progress.what.startswith("text1"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -314,7 +339,7 @@ def test_ctrl_c_leaves_whole_documents(loaded: LoadedModel, plan: CampaignPlan, 
         ({"order_seed": 3}, r"plan\.order_seed: 0 there, 3 here"),
         (
             {"grid": [{"executions": ["real"], "actions": ["keep"]}]},
-            r"plan\.trials: 10 entries there, 1 here",
+            r"plan\.trials: 11 entries there, 1 here",
         ),
     ],
 )
@@ -407,6 +432,11 @@ def one_grid(**changes: Any) -> dict[str, Any]:
         (one_grid(actions=["keep", 4]), "actions = 4: give text"),
         (one_grid(actions=["evict:{scorer"]), "cannot read 'evict:{scorer'"),
         (one_grid(executions=["simulated"], actions=["merge:minicache"]), "no forward for merge:minicache"),
+        (one_grid(executions=["simulated"], actions=["mlx-turboquant:bits=4"]), "cannot be simulated"),
+        (
+            one_grid(executions=["simulated"], actions=["mlx-lm:max_kv_size=9,kv_bits=4"]),
+            "cannot be simulated",
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_read_names_what_is_wrong(changes: dict[str, Any], says: str) -> None:

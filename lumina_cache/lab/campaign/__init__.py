@@ -7,8 +7,9 @@ A plan (:mod:`.plan`) is a TOML file. :func:`campaign` measures what is in it an
 from __future__ import annotations
 
 from .plan import CampaignPlan, parse_plan, read_plan
-from .run import Failure, Outcome, Progress, campaign
+from .run import Outcome, Progress, campaign
 from .trial import Trial, needs
+from .unit import Failure
 
 __all__ = [
     "CampaignPlan",

@@ -20,7 +20,7 @@ from .run import Outcome, Progress, campaign, units_of
 __all__ = ["campaign_command"]
 
 
-def campaign_command(*, plan: Path, out: Path, dry_run: bool, as_json: bool) -> bool:
+def campaign_command(*, plan: Path, out: Path, workers: int, dry_run: bool, as_json: bool) -> bool:
     """Run the campaign, or say what it would do, and print it. Returns whether nothing went wrong."""
     read = read_plan(plan)
     console = Console(stderr=True)
@@ -37,7 +37,7 @@ def campaign_command(*, plan: Path, out: Path, dry_run: bool, as_json: bool) -> 
             bar.update(task, completed=progress.done, total=progress.total, description=progress.what)
 
         try:
-            outcome = campaign(read, models, out, on_progress=show)
+            outcome = campaign(read, models, out, workers=workers, on_progress=show)
         except KeyboardInterrupt:
             bar.stop()
             console.print(
@@ -84,7 +84,7 @@ def _outcome_text(outcome: Outcome, out: Path) -> str:
     counts = ", ".join(f"{n:,} {state}" for state, n in sorted(outcome.observations.items()))
     lines = [
         f"{outcome.run}: {outcome.units} documents, {counts or 'no observation'}",
-        f"measured in {outcome.seconds / 60:.1f} min; store: {out}",
+        f"{outcome.seconds / 60:.1f} min of work; store: {out}",
     ]
     lines += [f"FAILED on {f.document}: {f.execution} {f.action}: {f.error}" for f in outcome.failures]
     lines += [f"lacking at {s.context:,}, {s.domain}: {s.text}" for s in outcome.lacking]

@@ -20,7 +20,7 @@ from ...gap.store import Store
 from ..evaluate.documents import EvalDocument, Shortage
 from ..evaluate.provenance import code_fingerprint, conditions, provenance
 from ..models import LoadedModel
-from .observe import machine_name
+from .observe import machine_name, now
 from .plan import CampaignPlan
 
 __all__ = ["KIND", "Manifest", "locked", "made_under"]
@@ -51,9 +51,7 @@ class Manifest:
         self.record = found
 
     @classmethod
-    def of(
-        cls, store: Store, conditions: Mapping[str, Any], lacking: Sequence[Shortage], started: str
-    ) -> Manifest:
+    def of(cls, store: Store, conditions: Mapping[str, Any], lacking: Sequence[Shortage]) -> Manifest:
         """That of the store, or a new one.
 
         Raises:
@@ -70,7 +68,7 @@ class Manifest:
             return cls(store, {
                 "kind": KIND, "schema": SCHEMA,
                 "run": f"{wanted['plan']['name']}-{hashlib.sha256(text.encode()).hexdigest()[:12]}",
-                "started": started, "finished": None,
+                "started": now(), "finished": None,
                 "conditions": wanted,
                 "provenance": provenance(),
                 "lacking": [vars(one) for one in lacking],
@@ -100,6 +98,12 @@ class Manifest:
         """Say that a unit is done, after its observations are on the disk."""
         self.record["units"][unit] = dict(about)
         self.write()
+
+    def finish(self) -> None:
+        """Say that every unit is done."""
+        if self.record["finished"] is None:
+            self.record["finished"] = now()
+            self.write()
 
     def write(self) -> None:
         self._store.write_manifest(self.record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,12 @@ from ...telemetry import read_once
 from ..evaluate.documents import EvalDocument
 from .trial import Trial
 
-__all__ = ["machine_name", "observations_of", "state_of"]
+__all__ = ["machine_name", "now", "observations_of", "state_of"]
+
+
+def now() -> str:
+    """ISO time in UTC, to the second."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def machine_name() -> str:

@@ -1,63 +1,28 @@
 """Run a campaign from start to end, or from where it stopped.
 
-A *unit* is one document of one context, model and seed. Its prompt is read once, its trials come in an order drawn from
-the plan's seed, and when all are done their observations go to the store at once. What a kill interrupts is so one
-unit, which the next run does again from its start.
+When all trials of a unit (one document of one context, model and seed) are done, their observations go to the store at
+once. What a kill interrupts is so one unit per worker, which the next run does again from its start.
 """
 
 from __future__ import annotations
 
-import hashlib
-import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
-from ...gap.records import Observation, Provenance, State
+from ...errors import CampaignError
+from ...gap.records import Observation, Provenance
 from ...gap.store import Store
-from ..evaluate import parse_subject, select, user_texts
+from ..evaluate import select, user_texts
 from ..evaluate.documents import EvalDocument, Shortage
-from ..evaluate.measure import Bench
-from ..evaluate.run import measured
 from ..models import LoadedModel
-from ..simulate import Simulator
-from . import simulated
+from ..workers import in_processes
 from .manifest import Manifest, locked, made_under
-from .observe import observations_of, state_of
+from .observe import now
 from .plan import CampaignPlan
-from .trial import Trial
+from .unit import READING, Failure, Found, Said, Unit, measure
 
-__all__ = ["Failure", "Outcome", "Progress", "Unit", "campaign", "in_order", "units_of"]
-
-#: How much longer it takes to read a prompt and answer with the full cache than to measure one trial.
-READING = 6.0
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One document of one model and seed."""
-
-    model: LoadedModel
-    document: EvalDocument
-    index: int  #: of the document within its context
-    seed: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.model.fingerprint}/{self.document.context}/{self.document.name}/{self.seed}"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A trial that was carried out and went wrong."""
-
-    document: str
-    execution: str
-    action: str
-    error: str
+__all__ = ["Outcome", "Progress", "campaign", "units_of"]
 
 
 @dataclass(frozen=True)
@@ -78,13 +43,16 @@ class Outcome:
     observations: dict[str, int]  #: execution state → how many
     failures: list[Failure] = field(default_factory=list)
     lacking: list[Shortage] = field(default_factory=list)
-    seconds: float = 0.0  #: of all runs
+    seconds: float = 0.0  #: of all units, summed over workers
 
 
 def units_of(
     plan: CampaignPlan, models: Sequence[LoadedModel]
 ) -> tuple[list[Unit], list[Shortage], dict[str, list[EvalDocument]]]:
     """Units in the order in which they are measured, what was lacking, and the documents of each model.
+
+    Args:
+        models: in the plan's order.
 
     Raises:
         EvaluationError: a text cannot be read, or none is long enough.
@@ -93,7 +61,7 @@ def units_of(
     units: list[Unit] = []
     lacking: list[Shortage] = []
     documents: dict[str, list[EvalDocument]] = {}
-    for model in models:
+    for name, model in zip(plan.models, models, strict=True):
         for context in plan.contexts:
             length = plan.bench_plan(context).length(context)
             found, missing = select(
@@ -101,15 +69,12 @@ def units_of(
             )
             lacking += missing
             documents.setdefault(model.fingerprint, []).extend(found)
-            units += [Unit(model, d, i, seed) for seed in plan.seeds for i, d in enumerate(found)]
+            units += [
+                Unit(plan, name, model.fingerprint, document, i, seed)
+                for seed in plan.seeds
+                for i, document in enumerate(found)
+            ]
     return units, lacking, documents
-
-
-def in_order(trials: Sequence[Trial], plan: CampaignPlan, unit: Unit) -> list[Trial]:
-    """The trials in the order drawn for a unit: the same for the same plan and document, whatever was run before."""
-    digest = hashlib.sha256(f"{plan.order_seed}/{unit.name}".encode()).digest()
-    drawn = np.random.default_rng(list(digest)).permutation(len(trials))
-    return [trials[i] for i in drawn]
 
 
 def campaign(
@@ -117,16 +82,30 @@ def campaign(
     models: Sequence[LoadedModel],
     out: Path,
     *,
+    workers: int = 1,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Outcome:
     """Measure everything in ``plan`` that is not in the store ``out`` yet.
 
+    Args:
+        models: in the plan's order.
+        workers: processes; 1 measures in this one. With several, each loads the plan's models by name.
+
     Raises:
-        CampaignError: the store holds another campaign, or another process is filling it.
+        CampaignError: the store holds another campaign, another process is filling it, or times are asked of several
+            workers.
         EvaluationError: a text cannot be read, or none is long enough.
+        WorkerLostError: a worker was killed.
     """
+    if workers < 1:
+        raise CampaignError(f"workers = {workers}: give at least 1")
+    if workers > 1 and plan.timed_documents:
+        raise CampaignError(
+            f"timed_documents = {plan.timed_documents} with {workers} workers: they would disturb each other's times; "
+            "leave --workers out"
+        )
     with locked(out):
-        return _Campaign(plan, models, out, on_progress).all()
+        return _Campaign(plan, models, out, on_progress).all(workers)
 
 
 class _Campaign:
@@ -138,127 +117,54 @@ class _Campaign:
         on_progress: Callable[[Progress], None],
     ) -> None:
         self.plan = plan
+        self.models = {model.fingerprint: model for model in models}
         self.store = Store(out)
         self.units, self.lacking, documents = units_of(plan, models)
         under = made_under(plan, models, documents)
-        self.manifest = Manifest.of(self.store, under, self.lacking, _now())
-        self.machine = under["machine"]
-        self.about = {k: under[k] for k in ("device", "mlx", "mlx_lm", "lumina_cache")}
-        self.observes = _observed(plan.trials)
-        self.disk = any(parse_subject(t.action).needs_disk for t in plan.trials if t.execution == "real")
-        self.say = on_progress
-        self.finished = 0.0
-        self.warm = plan.warm_up == 0
+        self.manifest = Manifest.of(self.store, under, self.lacking)
+        self.about = {k: under[k] for k in ("device", "machine", "mlx", "mlx_lm", "lumina_cache")}
+        self.on_progress = on_progress
+        self.done, self.total = 0.0, 0.0
 
-    def all(self) -> Outcome:
+    def all(self, workers: int) -> Outcome:
         self.manifest.write()
-        each = READING + len(self.plan.trials)
-        due = [u for u in self.units if not self.manifest.done(u.name)]
-        self.total = each * len(due)
-        for i, unit in enumerate(due):
-            started = time.monotonic()
-            found, failures = self._unit(unit, f"{i + 1} of {len(due)}")
-            counts = self._put(found)
-            self.manifest.enter(
-                unit.name,
-                {
-                    "finished": _now(),
-                    "seconds": round(time.monotonic() - started, 1),
-                    "observations": counts,
-                    "failures": [vars(f) for f in failures],
-                },
-            )
-        if self.manifest.record["finished"] is None:
-            self.manifest.record["finished"] = _now()
-            self.manifest.write()
-        self.say(Progress(self.total, self.total, "done"))
+        due = [unit for unit in self.units if not self.manifest.done(unit.name)]
+        self.total = len(due) * (READING + len(self.plan.trials))
+        for i, found in enumerate(self._measured(due, workers)):
+            counts = self._put(found.observations)
+            self.manifest.enter(found.unit.name, _entry(found, counts))
+            self._say(Said(0.0, f"{i + 1} of {len(due)} documents"))
+        self.manifest.finish()
+        self.on_progress(Progress(self.total, self.total, "done"))
         return self._outcome()
 
-    def _put(self, found: Sequence[Observation]) -> dict[str, int]:
+    def _measured(self, due: Sequence[Unit], workers: int) -> Iterator[Found]:
+        tasks = [(unit, self._provenance(unit)) for unit in due]
+        if workers > 1:
+            work = f"{measure.__module__}:measure_in_worker"
+            yield from in_processes(work, tasks, workers, on_message=self._say)
+        else:
+            for unit, provenance in tasks:
+                yield measure(self.models[unit.fingerprint], unit, provenance, self._say)
+
+    def _say(self, said: Said) -> None:
+        self.done += said.done
+        self.on_progress(Progress(self.done, self.total, said.what))
+
+    def _put(self, found: Sequence[Observation]) -> Mapping[str, int]:
         """Append what is not there yet: a kill between two files of a unit leaves one of them."""
         known = {state: self.store.ids(state) for state in {o.execution_state for o in found}}
         self.store.append([o for o in found if o.id not in known[o.execution_state]])
-        counts: dict[str, int] = {}
-        for one in found:
-            counts[one.execution_state] = counts.get(one.execution_state, 0) + 1
-        return counts
-
-    def _unit(self, unit: Unit, place: str) -> tuple[list[Observation], list[Failure]]:
-        plan = self.plan
-        self.say(Progress(self.finished, self.total, f"{place}  {unit.document.name}  (reading)"))
-        found: list[Observation] = []
-        failures: list[Failure] = []
-        with closing(self._bench(unit)) as bench:
-            self.finished += READING
-            state = state_of(unit.model.fingerprint, unit.document, unit.seed, plan.scored)
-            trials = in_order(plan.trials, plan, unit)
-            # The simulator reads the bench's caches and changes none of them.
-            imposing = any(t.execution == "simulated" for t in trials)
-            simulator = simulated.simulator(bench, unit.seed, self._provenance(unit)) if imposing else None
-            if not self.warm:
-                for trial in trials[: plan.warm_up]:
-                    self._trial(trial, bench, simulator, unit, state)
-                self.warm = True
-            for trial in trials:
-                self.say(
-                    Progress(self.finished, self.total, f"{place}  {unit.document.name}  {trial.action}")
-                )
-                result = self._trial(trial, bench, simulator, unit, state)
-                if isinstance(result, Failure):
-                    failures.append(result)
-                else:
-                    found += result
-                self.finished += 1
-                if plan.idle_seconds:
-                    time.sleep(plan.idle_seconds)
-        return found, failures
-
-    def _bench(self, unit: Unit) -> Bench:
-        plan = self.plan
-        return Bench(
-            unit.model.model,
-            unit.model.tokenizer,
-            unit.document,
-            plan.bench_plan(unit.document.context),
-            unit.index,
-            self.disk,
-            rung=plan.levels[-1],
-            rungs=plan.levels,
-            observe=self.observes,
-            by_token=True,
-        )
-
-    def _trial(
-        self, trial: Trial, bench: Bench, simulator: Simulator | None, unit: Unit, state: State
-    ) -> list[Observation] | Failure:
-        provenance = self._provenance(unit)
-        if trial.execution == "simulated":
-            assert simulator is not None
-            return self._simulated(trial, simulator, unit, provenance)
-        record = measured(bench, parse_subject(trial.action))
-        if record["state"] == "failed":
-            return Failure(unit.document.name, trial.execution, trial.action, record["error"])
-        return list(observations_of(trial, record, state, provenance, self.plan.levels))
-
-    def _simulated(
-        self, trial: Trial, simulator: Simulator, unit: Unit, provenance: Provenance
-    ) -> list[Observation] | Failure:
-        try:
-            found = simulator.simulate(trial.action)
-        except Exception as error:  # as for real ones: one broken action must not end a run of hours
-            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            return Failure(unit.document.name, trial.execution, trial.action, text)
-        return [replace(found, what=trial.what(), provenance=provenance)]
+        return {state: sum(o.execution_state == state for o in found) for state in sorted(known)}
 
     def _provenance(self, unit: Unit) -> Provenance:
         return Provenance(
             source="campaign",
             run=self.manifest.run,
-            made=_now(),
-            model_name=unit.model.name,
+            made=now(),
+            model_name=self.models[unit.fingerprint].name,
             text_sha256=unit.document.text_sha256,
             tokens_sha256=unit.document.tokens_sha256,
-            machine=self.machine,
             git_commit=self.manifest.record["provenance"]["commit"],
             **self.about,
         )
@@ -279,16 +185,10 @@ class _Campaign:
         )
 
 
-def _observed(trials: Sequence[Trial]) -> tuple[str, ...]:
-    """Scorers whose statistics some trial needs."""
-    names: list[str] = []
-    for trial in trials:
-        if trial.execution == "real":
-            names += parse_subject(trial.action).observes
-        else:
-            names += simulated.observed_by(simulated.parse(trial.action))
-    return tuple(dict.fromkeys(names))
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+def _entry(found: Found, counts: Mapping[str, int]) -> dict[str, object]:
+    return {
+        "finished": now(),
+        "seconds": round(found.seconds, 1),
+        "observations": dict(counts),
+        "failures": [vars(f) for f in found.failures],
+    }

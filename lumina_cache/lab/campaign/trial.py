@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from ...actions import Action
 from ...backend.capabilities import ATTENTION_WEIGHTS, QUERIES, Capability, Rung, observed
-from ...errors import CampaignError, SimulationError
+from ...errors import CampaignError
 from ...gap.records import What
 from ...scorers.observed import OBSERVED
 from ..evaluate.subjects import OwnAction, Subject, is_placebo, is_reference, parse_subject
@@ -43,32 +42,25 @@ def read_trial(text: str, execution: str, role: str | None = None) -> Trial:
         ActionSyntaxError: naming the part that was not understood.
         CampaignError: the execution cannot be had of this action, or the role is another.
     """
+    subject: Subject
     if execution == "simulated":
-        action = simulated.parse(text)
-        try:
-            simulated.check(action)
-        except SimulationError as error:
-            raise CampaignError(f"{error}; or leave it to real executions") from None
-        own = (
-            "ceiling" if simulated.foresees(action) else "placebo" if is_placebo(OwnAction(action)) else None
-        )
-        return _trial(execution, str(action), action, int(action.rung), own, role)
-    subject: Subject = parse_subject(text)
-    own = "reference" if is_reference(subject) else "placebo" if is_placebo(subject) else None
+        subject, own = simulated.read(text)
+    else:
+        subject = parse_subject(text)
+        own = "reference" if is_reference(subject) else "placebo" if is_placebo(subject) else None
+    _check_role(subject.text, own, role)
     if isinstance(subject, OwnAction):
-        return _trial(execution, subject.text, subject.action, int(subject.action.rung), own, role)
-    return _trial(execution, subject.text, None, int(subject.rung or Rung.NATIVE), own, role)
+        rung, requires = int(subject.action.rung), needs(subject.action.requires)
+    else:
+        rung, requires = int(subject.rung or Rung.NATIVE), ()
+    return Trial(execution, subject.text, role or own or "candidate", rung, requires)
 
 
-def _trial(
-    execution: str, text: str, action: Action | None, rung: int, own: str | None, role: str | None
-) -> Trial:
+def _check_role(text: str, own: str | None, role: str | None) -> None:
     if own is not None and role not in (None, own):
         raise CampaignError(f"{text} is a {own}, so it cannot be a {role}: leave role out")
     if role == "ceiling" and own != "ceiling":
         raise CampaignError(f"{text} looks at nothing that a cache could not know, so it is no ceiling")
-    requires = () if action is None else needs(action.requires)
-    return Trial(execution, text, role or own or "candidate", rung, requires)
 
 
 def needs(requires: Iterable[Capability]) -> tuple[str, ...]:

@@ -292,7 +292,7 @@ class Bench:
         moved = []
         if "T1" in plan.tests:
             with self._clock("T1"):
-                record["T1"] = self._continuation(taken.cache, last=not (self.free or self.timed))
+                record["T1"] = self.continuation(taken.cache, last=not (self.free or self.timed))
             moved.append(record["T1"]["kl_max"])
         if "T2" in plan.tests:
             with self._clock("T2"):
@@ -325,7 +325,8 @@ class Bench:
                     f"{subject.text}: {predicted} bytes {what} were predicted, but the arrays hold {found}"
                 )
 
-    def _continuation(self, cache: Any, last: bool) -> dict[str, Any]:
+    def continuation(self, cache: Any, last: bool = True) -> dict[str, Any]:
+        """T1 of a changed cache, which ``last`` allows to be fed itself."""
         tried = self._continue(cache, last)
         kl, same = kl_and_agreement(self.continued, tried)
         loss = nll(tried, self.task.expected)

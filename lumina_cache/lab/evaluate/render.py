@@ -183,7 +183,7 @@ def _notes(result: Mapping[str, Any]) -> Sequence[str]:
     notes = []
     for row in result["rows"]:
         if row["state"] == "backend_infeasible":
-            why = "; ".join(str(r["text"]) for r in row["reasons"])
+            why = "; ".join(dict.fromkeys(str(r["text"]) for r in row["reasons"]))
             notes.append(f"backend_infeasible at {row['context']:,}: {row['action']}: {why}")
         elif row["state"] == "failed":
             notes.append(f"FAILED at {row['context']:,}: {row['action']}: {row['error']}")

@@ -227,6 +227,13 @@ class StockRotating(_Plain):
         packed = "" if self.bits is None else f",kv_bits={self.bits},group={self.group_size}"
         return f"mlx-lm:max_kv_size={size}{packed}"
 
+    def size(self, held: int) -> int:
+        """Rows that are kept of ``held``, and from then on."""
+        if self.share is not None:
+            return round(self.share * held)
+        assert self.rows is not None, "the parser gives one of them"
+        return self.rows
+
     @property
     def rung(self) -> Rung:
         return Rung.NATIVE
@@ -242,8 +249,7 @@ class StockRotating(_Plain):
             raise Refused(
                 ({"code": "nothing_to_change", "text": "mlx-lm: no layer holds rows in a full cache"},)
             )
-        size = self.rows if self.share is None else round(self.share * held)
-        assert size is not None, "the parser gives one of them"
+        size = self.size(held)
         if size <= KEEP:
             text = f"mlx-lm: a rotating cache of {size} rows has no room beside the {KEEP} that it keeps"
             raise Refused(({"code": "too_few_rows", "text": text, "wanted": size, "limit": KEEP},))

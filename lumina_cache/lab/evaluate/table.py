@@ -197,7 +197,7 @@ def _row(
             context, Failed(action, f"{failed[0]['error']} (on {len(failed)} of {len(here)} documents)")
         )
     if not real:
-        reasons = {str(x["text"]): x for r in refused for x in r["reasons"]}
+        reasons = {(x.get("rung"), str(x["text"])): x for r in refused for x in r["reasons"]}
         return Row(context, RefusedAction(action, tuple(reasons.values())))
 
     def grouped(test: str, read: Callable[[Record], float]) -> dict[str, list[float]]:
