@@ -33,7 +33,7 @@ from ...estimate import Held, after_action, applies, nbytes_live
 from ...evict import would_lose
 from ...export import to_mlx
 from ...fingerprint import remembered_fingerprint
-from ...gap.records import Measured, Provenance, Quality, Simulated, State, What, quality_of
+from ...gap.records import Measured, Provenance, Quality, Simulated, State, quality_of
 from ...layers import KVCache, RowLayer, leaves
 from ...profile import Profile
 from ...scorers.observed import OBSERVED, Statistics
@@ -42,13 +42,13 @@ from ...seen import Seen
 from ..compare import kl_and_agreement, log_softmax
 from ..evaluate.measure import Bench, nll, read_prompt
 from ..evaluate.provenance import provenance
-from .choose import evicted, kept_by_ranking, kept_of_all_heads, pyramid, the_group
+from .choose import BORROWED, evicted, kept_by_ranking, kept_of_all_heads, pyramid, ranking, the_group
 from .fetch import PAGE
 from .foresight import Foresight, parse
 from .held import Fetched, LayerRows, mixed, of_layer, reencoded, round_trip
 from .impose import ImposedChunk, ImposedLayer, ImposedServer, ImposedWindow
 from .nbytes import Analytic, bytes_of
-from .space import MIXED_ROWS, Offer, check, layout_of, observed_by, role_of, space
+from .space import MIXED_ROWS, Offer, check, layout_of, observed_by, space, what_of
 
 __all__ = ["Simulator", "provenance_of"]
 
@@ -114,6 +114,7 @@ class Simulator:
             seed=seed,
             horizon=len(bench.task.fed),
         )
+        self._rankings: dict[tuple[str, str, int], mx.array] = {}
         self._read_again: Mapping[str, Seen] | None = None
 
     @staticmethod
@@ -142,7 +143,7 @@ class Simulator:
             predicted_live=self._predicted(taken),
             time_ratio=self._time(taken),
         )
-        return Simulated(self._state, What.of(taken, role_of(taken)), self._provenance, measured)
+        return Simulated(self._state, what_of(taken), self._provenance, measured)
 
     def _predicted(self, action: Action) -> int | None:
         """The estimator's own figure, for actions that the library has code for."""
@@ -200,7 +201,7 @@ class Simulator:
                 if part.scorer == "pyramidkv":
                     which = [one for one in self._full if isinstance(one, KVCache) and one.rows].index(layer)
                     kept = pyramid(rows, kept, self._changeable)[which]
-                return evicted(now, part, kept)
+                return evicted(now, part, kept, self._ranking(now, part))
             case Foresight():
                 return self._foreseen(now, part)
             case Quantize() if part.codec == MIXED_ROWS:
@@ -225,6 +226,16 @@ class Simulator:
                     ),
                 )
         raise SimulationError(f"there is no forward for {part}")
+
+    def _ranking(self, now: LayerRows, part: Evict) -> mx.array | None:
+        """Of the layer's own rows, computed once for all evictions that begin with it; None for rows that were changed."""
+        if now.fetched is not None or len(now.groups) > 1 or now.groups[0].encoded or now.groups[0].storage.evicted:
+            return None
+        key = (now.name, BORROWED.get(part.scorer, part.scorer), part.seed)
+        if key not in self._rankings:
+            self._rankings[key] = ranking(now, part)
+            mx.eval(self._rankings[key])
+        return self._rankings[key]
 
     @property
     def _changeable(self) -> int:
@@ -377,7 +388,7 @@ class Simulator:
             if reached is not None and reached.reason is None and reached.direct:
                 rows = of_layer(leaf, None) if left is None or left.whole else left
                 return ImposedLayer(
-                    leaf.name, *leaf.dense_rows(), rows, len(self.bench.task.fed), self.bench.plan.block
+                    leaf.name, leaf.rows, rows, len(self.bench.task.fed), self.bench.plan.block
                 )
         return tree_copy(to_mlx(leaf))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...actions import (
     COMPOSITE_RATIOS,
@@ -21,6 +21,7 @@ from ...actions import (
     action_space,
     singles,
 )
+from ...backend.capabilities import Rung
 from ...codecs import CODECS, Layout
 from ...errors import SimulationError
 from ...gap.records import What
@@ -30,7 +31,7 @@ from .choose import BORROWED, RAGGED
 from .codebook import CODEBOOKS
 from .foresight import FORESIGHTS, Foresight, foresees
 
-__all__ = ["MIXED_ROWS", "PLACEBO_SEEDS", "Offer", "check", "layout_of", "observed_by", "role_of", "space"]
+__all__ = ["MIXED_ROWS", "PLACEBO_SEEDS", "Offer", "check", "layout_of", "observed_by", "space", "what_of"]
 
 #: Text form of the codec whose rows are stored at two precisions.
 MIXED_ROWS = "mixed_rows"
@@ -54,12 +55,14 @@ class Offer:
         return self.what.action
 
 
-def role_of(action: Action) -> str:
-    """``ceiling`` with an oracle in it, ``placebo`` where rows are chosen at random, else ``candidate``."""
+def what_of(action: Action) -> What:
+    """Text form, what a backend would need, and the role: a ``ceiling`` with an oracle in it, a ``placebo`` where rows are
+    chosen at random, else a ``candidate``. No rung executes a ceiling; it has the deepest, since the value needs one.
+    """
     if foresees(action):
-        return "ceiling"
+        return replace(What.of(action, "ceiling"), rung=int(Rung.TRAINED))
     chosen = [part.scorer for part in singles(action) if isinstance(part, Evict)]
-    return "placebo" if chosen and set(chosen) == {"random"} else "candidate"
+    return What.of(action, "placebo" if chosen and set(chosen) == {"random"} else "candidate")
 
 
 def layout_of(action: Quantize) -> Layout:
@@ -162,9 +165,7 @@ def space(
     )
     chosen = [a for a in everything if _simulated(a)]
     quantized = [a for a in chosen if isinstance(a, Quantize)]
-    random = [
-        Evict("random", ratio=r, seed=seed) for r in ratios for seed in PLACEBO_SEEDS if seed
-    ]
+    random = [Evict("random", ratio=r, seed=seed) for r in ratios for seed in PLACEBO_SEEDS if seed]
     ceilings: list[Action] = [Foresight(how, r) for how in FORESIGHTS for r in ratios]
     ceilings += [
         Composite((Foresight(how, r), q))
@@ -174,7 +175,7 @@ def space(
         for q in quantized
         if q.codec != MIXED_ROWS
     ]
-    return tuple(Offer(a, What.of(a, role_of(a))) for a in (*chosen, *random, *ceilings))
+    return tuple(Offer(a, what_of(a)) for a in (*chosen, *random, *ceilings))
 
 
 def _simulated(action: Action) -> bool:
