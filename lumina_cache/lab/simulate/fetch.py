@@ -67,7 +67,7 @@ def _chosen(group: Group, queries: mx.array, scale: float, how: str, count: int,
 
 
 def _greatest(worth: mx.array, count: int) -> mx.array:
-    """bool, of the shape of ``worth``: the ``count`` greatest along the last axis. Computed at once, by numpy's selection."""
+    """bool, of the shape of ``worth``: the ``count`` greatest along the last axis. Computed at once, by numpy."""
     found = np.array(worth)
     if count >= found.shape[-1]:
         return mx.ones(worth.shape, mx.bool_)

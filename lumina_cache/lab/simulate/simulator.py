@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import datetime
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -29,7 +29,7 @@ from ...backend.installation import probe_installation
 from ...cache import LuminaCache
 from ...codecs import AffineFetch, Layout
 from ...errors import SimulationError
-from ...estimate import Held, after_action, applies, nbytes_live
+from ...estimate import Held, after_action, nbytes_live
 from ...evict import would_lose
 from ...export import to_mlx
 from ...fingerprint import remembered_fingerprint
@@ -102,7 +102,9 @@ class Simulator:
         self._model = bench.model
         self._full = tuple(leaves(list(bench.full)))
         if any(getattr(layer, "changed", False) for layer in self._full):
-            raise SimulationError("the bench's full cache was changed by an action; simulate on an unchanged one")
+            raise SimulationError(
+                "the bench's full cache was changed by an action; simulate on an unchanged one"
+            )
         self._provenance = provenance or provenance_of(bench)
         self._profile = None if profile is None or profile.borrowed else profile
         self._state = State(
@@ -180,15 +182,12 @@ class Simulator:
         """A sliding window or attention chunk, which nothing but codecs that encode row by row apply to."""
         now = held(layer)
         for part in parts:
-            if not isinstance(part, Quantize):
+            if not isinstance(part, Quantize) or part.codec == MIXED_ROWS:
                 continue
-            layout = _fine(part) if part.codec == MIXED_ROWS else layout_of(part)
-            if part.codec == MIXED_ROWS or not applies(now, part) and part.layout is not None:
-                continue
-            if part.layout is None and not layout.row_by_row:
-                continue
-            _check_dims(part, layout, now)
-            now = replace(now, layout=layout)
+            layout = layout_of(part)
+            if layout.row_by_row and layout != now.layout:
+                _check_dims(part, layout, now)
+                now = replace(now, layout=layout)
         return None if now == held(layer) else now
 
     def _after(self, layer: KVCache, now: LayerRows, part: Action) -> LayerRows:
@@ -215,21 +214,26 @@ class Simulator:
             case Offload(how="quest"):
                 storage = now.groups[0].storage
                 if any(g.storage.sealed < PAGE for g in now.groups):
-                    raise SimulationError(f"{part}: {now.name} holds {storage.rows} rows, and a page is {PAGE}")
+                    raise SimulationError(
+                        f"{part}: {now.name} holds {storage.rows} rows, and a page is {PAGE}"
+                    )
                 pages = storage.sealed // PAGE
                 return replace(now, fetched=Fetched("quest", max(1, round((part.ratio or 0) * pages)), PAGE))
             case Reclaim() | Reserve() | Page() | Offload():
                 return replace(
                     now,
-                    groups=tuple(
-                        replace(g, storage=after_action([g.storage], part)[0]) for g in now.groups
-                    ),
+                    groups=tuple(replace(g, storage=after_action([g.storage], part)[0]) for g in now.groups),
                 )
         raise SimulationError(f"there is no forward for {part}")
 
     def _ranking(self, now: LayerRows, part: Evict) -> mx.array | None:
         """Of the layer's own rows, computed once for all evictions that begin with it; None for rows that were changed."""
-        if now.fetched is not None or len(now.groups) > 1 or now.groups[0].encoded or now.groups[0].storage.evicted:
+        if (
+            now.fetched is not None
+            or len(now.groups) > 1
+            or now.groups[0].encoded
+            or now.groups[0].storage.evicted
+        ):
             return None
         key = (now.name, BORROWED.get(part.scorer, part.scorer), part.seed)
         if key not in self._rankings:
@@ -268,7 +272,9 @@ class Simulator:
         scores = now.seen.scores("h2o", group.keys, group.values, group.positions)
         head = min(fine.sinks, group.rows)
         sealed = fine.sealable(group.rows - head)
-        best = mx.argsort(scores[..., head : head + sealed], axis=-1)[..., sealed - round(_IMPORTANT * sealed) :]
+        best = mx.argsort(scores[..., head : head + sealed], axis=-1)[
+            ..., sealed - round(_IMPORTANT * sealed) :
+        ]
         return replace(now, groups=(mixed(group, coarse, fine, mx.sort(best, axis=-1)),))
 
     def _check_protected(self, layer: KVCache, parts: Sequence[Action]) -> None:
@@ -333,7 +339,9 @@ class Simulator:
                 f"({float(kl.mean()):.2g} nats per token): it cannot be simulated in one forward"
             )
         if missing:
-            return logprobs, SimulationError(f"the attention of {missing[0]} is not seen, so nothing is known of its future")
+            return logprobs, SimulationError(
+                f"the attention of {missing[0]} is not seen, so nothing is known of its future"
+            )
         return logprobs, watch.sums
 
     # -- the forward ------------------------------------------------------------------------------------------------
@@ -352,9 +360,7 @@ class Simulator:
 
     def _quality(self, layers: _Layers) -> Quality:
         task = self.bench.task
-        whole = all(
-            left is None or (isinstance(left, LayerRows) and left.whole) for left in layers.left
-        )
+        whole = all(left is None or (isinstance(left, LayerRows) and left.whole) for left in layers.left)
         if whole:
             return quality_of(np.zeros(len(task.fed)), top1=1.0, nll_change=0.0)
         _ = self._reference  # the model has to be one that can be fed at once
@@ -401,7 +407,14 @@ class _Sums:
         self._rows = rows
 
     def observe(
-        self, layer: Any, queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, sinks: mx.array | None
+        self,
+        layer: Any,
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
     ) -> tuple[mx.array, ...]:
         sums, _ = attended_sums(queries, keys, scale, mask, sinks)
         self.sums[layer.name] = sums[..., : self._rows[layer.name]]
@@ -437,7 +450,9 @@ def _check_dims(part: Action, layout: Layout, storage: Held) -> None:
     if why is not None:
         raise SimulationError(f"{part}: {storage.name}: {why}; choose another group size or codec")
     if storage.rows < layout.sinks:
-        raise SimulationError(f"{part}: {storage.name} holds {storage.rows} rows, of which {layout.sinks} are to stay dense")
+        raise SimulationError(
+            f"{part}: {storage.name} holds {storage.rows} rows, of which {layout.sinks} are to stay dense"
+        )
 
 
 def _rebuilt(entry: Any, make: Callable[[Any], Any]) -> Any:
@@ -477,7 +492,9 @@ def _reached(model: Any) -> Hookable:
     return known
 
 
-def provenance_of(bench: Bench, *, source: str = "campaign", run: str = "", model_name: str = "") -> Provenance:
+def provenance_of(
+    bench: Bench, *, source: str = "campaign", run: str = "", model_name: str = ""
+) -> Provenance:
     """Where figures on this bench come from."""
     installation = probe_installation()
     return Provenance(

@@ -125,7 +125,10 @@ def _check_order(action: Action) -> None:
         ragged = (isinstance(before, Evict) and before.scorer in RAGGED) or (
             isinstance(before, Foresight) and before.how == "future_ragged"
         )
-        if ragged and isinstance(after, Evict | Foresight):
+        ranks = isinstance(after, Evict | Foresight) or (
+            isinstance(after, Quantize) and after.codec == MIXED_ROWS
+        )
+        if ragged and ranks:
             raise SimulationError(
                 f"{action}: {before} leaves heads with different numbers of rows, which {after} cannot rank; "
                 "choose rows once"
