@@ -48,7 +48,8 @@ from .foresight import Foresight, parse
 from .held import Fetched, LayerRows, mixed, of_layer, reencoded, round_trip
 from .impose import ImposedChunk, ImposedLayer, ImposedServer, ImposedWindow
 from .nbytes import Analytic, bytes_of
-from .space import MIXED_ROWS, Offer, check, layout_of, observed_by, space, what_of
+from .reconstruct import reconstruction
+from .space import MIXED_ROWS, RECONSTRUCTING, Offer, check, layout_of, observed_by, space, what_of
 
 __all__ = ["Simulator", "provenance_of"]
 
@@ -227,7 +228,10 @@ class Simulator:
         raise SimulationError(f"there is no forward for {part}")
 
     def _ranking(self, now: LayerRows, part: Evict) -> mx.array | None:
-        """Of the layer's own rows, computed once for all evictions that begin with it; None for rows that were changed."""
+        """What is computed once for all evictions that begin with the layer's own rows; None for what is not."""
+        if part.scorer == RECONSTRUCTING:
+            group = the_group(now, part)
+            return mx.take_along_axis(self._reconstruction[now.name], group.positions, axis=2)
         if (
             now.fetched is not None
             or len(now.groups) > 1
@@ -320,27 +324,38 @@ class Simulator:
     @cached_property
     def _future(self) -> Mapping[str, mx.array]:
         """Attention (1, H, T) that each row draws from the scored tokens, by layer."""
-        if isinstance(self._reference[1], SimulationError):
-            raise self._reference[1]
+        self._check_watched()
         return self._reference[1]
 
+    def _check_watched(self) -> None:
+        unseen = [one for one in self._reached.layers if one.kind == "kv" and one.reason is not None]
+        if unseen or not self._reached.sites:
+            which = unseen[0].name if unseen else "this model"
+            raise SimulationError(
+                f"the attention of {which} is not seen, so neither an oracle nor {RECONSTRUCTING} can rank its rows"
+            )
+
     @cached_property
-    def _reference(self) -> tuple[mx.array, Mapping[str, mx.array] | SimulationError]:
-        """Log-probabilities of the full cache with all tokens fed at once, and the attention meanwhile."""
+    def _reconstruction(self) -> Mapping[str, mx.array]:
+        self._check_watched()
+        return reconstruction(self.bench)
+
+    @cached_property
+    def _reference(self) -> tuple[mx.array, Mapping[str, mx.array]]:
+        """Log-probabilities of the full cache with all tokens fed at once, and the attention seen meanwhile.
+
+        Raises:
+            SimulationError: they are not those of the same tokens fed in blocks.
+        """
         layers = _Layers(self._full, tuple(None for _ in self._full))
-        missing = [one.name for one in self._reached.layers if one.kind == "kv" and one.reason is not None]
         watch = _Sums({layer.name: layer.rows for layer in self._full if isinstance(layer, KVCache)})
-        logprobs = self._forward(layers, watch if self._reached.sites and not missing else None)
+        logprobs = self._forward(layers, watch)
         mx.eval(logprobs, list(watch.sums.values()))
         kl, _ = kl_and_agreement(self.bench.continued, logprobs)
         if abs(float(kl.mean())) > SAME:
             raise SimulationError(
                 f"the model gives other logits for the same tokens fed at once than in blocks of {self.bench.plan.block} "
                 f"({float(kl.mean()):.2g} nats per token): it cannot be simulated in one forward"
-            )
-        if missing:
-            return logprobs, SimulationError(
-                f"the attention of {missing[0]} is not seen, so nothing is known of its future"
             )
         return logprobs, watch.sums
 

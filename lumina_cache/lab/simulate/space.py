@@ -31,7 +31,17 @@ from .choose import BORROWED, RAGGED
 from .codebook import CODEBOOKS
 from .foresight import FORESIGHTS, Foresight, foresees
 
-__all__ = ["MIXED_ROWS", "PLACEBO_SEEDS", "Offer", "check", "layout_of", "observed_by", "space", "what_of"]
+__all__ = [
+    "MIXED_ROWS",
+    "PLACEBO_SEEDS",
+    "RECONSTRUCTING",
+    "Offer",
+    "check",
+    "layout_of",
+    "observed_by",
+    "space",
+    "what_of",
+]
 
 #: Text form of the codec whose rows are stored at two precisions.
 MIXED_ROWS = "mixed_rows"
@@ -39,6 +49,10 @@ MIXED_ROWS = "mixed_rows"
 #: Seeds of the random evictions that stand for mere choice.
 PLACEBO_SEEDS = (0, 1, 2)
 
+#: The scorer that ranks rows by another pass over the context.
+RECONSTRUCTING = "kvzip"
+
+_RANKED = (*SCORERS, *OBSERVED, *BORROWED, RECONSTRUCTING)
 _QUEST = "quest"
 _FAMILIES = "keep, reclaim, reserve, page, evict, quant, offload, plans and composites of them, and oracle"
 
@@ -101,8 +115,8 @@ def check(action: Action) -> None:
 
 def _check_part(action: Action, part: Action) -> None:
     match part:
-        case Evict() if part.scorer not in (*SCORERS, *OBSERVED, *BORROWED):
-            raise _unknown(action, f"the scorer {part.scorer}", (*SCORERS, *OBSERVED, *BORROWED))
+        case Evict() if part.scorer not in _RANKED:
+            raise _unknown(action, f"the scorer {part.scorer}", _RANKED)
         case Quantize() if part.codec not in (*CODECS, *CODEBOOKS, MIXED_ROWS):
             raise _unknown(action, f"the codec {part.codec}", (*CODECS, *CODEBOOKS, MIXED_ROWS))
         case Offload() if part.how not in ("layers", "cold", _QUEST):

@@ -18,17 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from ...backend.capabilities import Rung
-from ...scorers.observed import OBSERVED
+from ...errors import SimulationError
 from ..evaluate import Plan, parse_subject
 from ..evaluate.documents import select
 from ..evaluate.measure import Bench
 from ..evaluate.provenance import conditions
-from ..evaluate.render import put_between
 from ..evaluate.subjects import Refused
 from ..models import LoadedModel, load_model
 from .simulator import Simulator
 
 __all__ = ["ACTIONS", "Pair", "as_markdown", "main", "summary", "validate"]
+
+#: Marks of the part of a page that is made.
+BEGIN, END = "<!-- simulator-validation: begin -->", "<!-- simulator-validation: end -->"
 
 #: Limits of an agreement: relative, and in nats per token.
 RELATIVE, ABSOLUTE = 0.02, 0.001
@@ -39,7 +41,6 @@ ACTIONS = (
     "quant:affine,bits=3",
     "quant:affine,bits=2",
     "quant:affine_fetch,bits=4",
-    "quant:affine_fetch,kbits=8,vbits=4",
     "quant:hadamard,bits=4",
     "quant:hadamard,bits=3",
     "quant:kivi,bits=4",
@@ -47,7 +48,6 @@ ACTIONS = (
     "quant:kivi_hadamard,bits=4",
     "quant:kivi_hadamard,bits=3",
     "quant:kivi_packed,bits=4",
-    "quant:mxfp4,bits=4",
     "evict:sinks_window@0.50",
     "evict:keydiff@0.50",
     "evict:keydiff@0.25",
@@ -57,7 +57,6 @@ ACTIONS = (
     "evict:snapkv@0.25",
     "evict:tova@0.50",
     "evict:expected_attention@0.25",
-    "evict:vatp@0.25",
     "evict:snapkv@0.50+quant:hadamard,bits=4",
     "evict:keydiff@0.50+quant:kivi_hadamard,bits=4",
     "evict:snapkv@0.25+quant:affine,bits=4",
@@ -112,16 +111,16 @@ def validate(
     """Every action on every document; and the actions that the backend refused, with the reason."""
     pairs, refused = list[Pair](), dict[str, str]()
     [(context, count)] = plan.contexts
+    subjects = [parse_subject(text) for text in actions]
+    observe = tuple(dict.fromkeys(name for subject in subjects for name in subject.observes))
     documents, _ = select(loaded.tokenizer, context, count, plan.length(context))
     for number, document in enumerate(documents):
-        bench = Bench(
-            loaded.model, loaded.tokenizer, document, plan, number, rung=Rung.HOOK, observe=tuple(OBSERVED)
-        )
+        bench = Bench(loaded.model, loaded.tokenizer, document, plan, number, rung=Rung.HOOK, observe=observe)
         simulator = Simulator(bench)
-        for text in actions:
+        for text, subject in zip(actions, subjects, strict=True):
             began = time.perf_counter()
             try:
-                real = bench.measure(parse_subject(text))
+                real = bench.measure(subject)
             except Refused as refusal:
                 refused[text] = str(refusal)
                 continue
@@ -196,6 +195,21 @@ def as_markdown(record: Mapping[str, Any]) -> str:
         )
     lines += [f"| `{action}` | refused: {why} | | | | | | |" for action, why in record["refused"].items()]
     return "\n".join(lines)
+
+
+def put_between(page: str, table: str) -> str:
+    """``page`` with what stands between the two marks replaced.
+
+    Raises:
+        SimulationError: there are no marks.
+    """
+    head, begin, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise SimulationError(
+            f"the page has no place for the table: put {BEGIN} and {END} where it should stand"
+        )
+    return f"{head}{BEGIN}\n{table}\n{END}{tail}"
 
 
 def _record(
