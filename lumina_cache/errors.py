@@ -12,6 +12,8 @@ __all__ = [
     "BackendInterfaceError",
     "BudgetError",
     "CalibrationError",
+    "CampaignError",
+    "DatabaseError",
     "DiskBudgetError",
     "DiskCorruptError",
     "DiskDirectoryError",
@@ -55,6 +57,14 @@ class BudgetError(LuminaError, ValueError):
 
 class CalibrationError(LuminaError, ValueError):
     """A calibration that cannot be made or kept as asked: of this model, within this time, or in this file."""
+
+
+class CampaignError(LuminaError, ValueError):
+    """A plan that no campaign can be made from, or a store that holds another campaign."""
+
+
+class DatabaseError(LuminaError, ValueError):
+    """A feasibility database, or a file for it, that cannot be read or written; or a question it has no answer to."""
 
 
 class ActionSyntaxError(LuminaError, ValueError):

@@ -233,9 +233,14 @@ class Observation:
             *vars(self.state).values(),
             self.provenance.tokens_sha256,
             *self.provenance.condition,
+            *self._apart(),
         ]
         text = json.dumps(parts, ensure_ascii=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def _apart(self) -> tuple[int, ...]:
+        """What else tells two observations of one action in one state apart."""
+        return ()
 
     def to_row(self) -> dict[str, Any]:
         """Flat, a value per column of its data set."""
@@ -283,6 +288,10 @@ class BackendInfeasible(Observation):
     def __post_init__(self) -> None:
         if not self.reasons or not all("code" in r and "text" in r for r in self.reasons):
             raise LogFormatError(f"{self.what.action}: a refusal needs a reason, with a code and a text")
+
+    def _apart(self) -> tuple[int, ...]:
+        # Every rung refuses for reasons of its own.
+        return (int(self.backend_rung),)
 
     def _figures(self) -> dict[str, Any]:
         first = self.reasons[0]

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ...backend.capabilities import Rung
 from ...gap.decisions import Judged, RealScore, RefusedAction
 from ...policy import quality_points
 from .plan import Plan
 from .statistics import Estimate, bootstrap_mean, geometric_mean
 
-__all__ = ["Failed", "Gate", "Row", "gates", "rows"]
+__all__ = ["Best", "Failed", "Gate", "Row", "best_per_rung", "gates", "rows"]
 
 Record = Mapping[str, Any]
 
@@ -45,6 +46,7 @@ class Row:
 
     context: int
     observation: Judged
+    rung: str | None = None  #: the least that carries it out, on all documents
     documents: int = 0  #: measured
     refused_documents: int = 0
     share16: float | None = None  #: of dense 16-bit rows, rows held
@@ -195,7 +197,7 @@ def _row(
             context, Failed(action, f"{failed[0]['error']} (on {len(failed)} of {len(here)} documents)")
         )
     if not real:
-        reasons = {str(x["text"]): x for r in refused for x in r["reasons"]}
+        reasons = {(x.get("rung"), str(x["text"])): x for r in refused for x in r["reasons"]}
         return Row(context, RefusedAction(action, tuple(reasons.values())))
 
     def grouped(test: str, read: Callable[[Record], float]) -> dict[str, list[float]]:
@@ -220,6 +222,7 @@ def _row(
     return Row(
         context=context,
         observation=RealScore(action, score),
+        rung=_deepest(r.get("rung") for r in real),
         documents=len(real),
         refused_documents=len(refused),
         share16=_mean([r["bytes"]["share16"] for r in real]),
@@ -235,6 +238,60 @@ def _row(
         by_domain=by_domain,
         by_depth=_by_depth([r for r in real if r["document"] in open_to.get((context, "T2"), set())]),
     )
+
+
+def _deepest(names: Iterable[str | None]) -> str | None:
+    """A rung from which on every document could be done; None for records of a single rung that do not say."""
+    known = [Rung[name.upper()] for name in names if name is not None]
+    return max(known).name.lower() if known else None
+
+
+#: Shares of dense 16-bit rows for which the best action of every rung is named, and how far above one still counts.
+SHARES, TOLERANCE = (0.28, 0.25, 0.125, 0.0625), 1.02
+
+
+@dataclass(frozen=True)
+class Best:
+    """The action with the least KL of T1 among those that a rung carries out within a share; None of none."""
+
+    context: int
+    share: float
+    rung: str
+    action: str | None = None
+    share16: float | None = None
+    kl_mean: float | None = None
+
+
+def best_per_rung(found: Sequence[Row], rungs: Sequence[str], others: Iterable[str] = ()) -> list[Best]:
+    """For every context and share, the best of each rung: what a rung can do, all deeper ones can as well.
+
+    Args:
+        others: actions that are measured for comparison, and are no rung's.
+    """
+    skipped = set(others)
+    levels = [Rung[name.upper()] for name in rungs]
+    best = []
+    for context in dict.fromkeys(row.context for row in found):
+        real = [(row, kl) for row in found if row.context == context and (kl := _kl(row)) is not None
+                and row.action not in skipped]  # fmt: skip
+        for share in SHARES:
+            for level in levels:
+                fit = [
+                    (kl, row) for row, kl in real
+                    if row.share16 is not None and row.share16 <= share * TOLERANCE
+                    and row.rung is not None and Rung[row.rung.upper()] <= level
+                ]  # fmt: skip
+                if not fit:
+                    best.append(Best(context, share, level.name.lower()))
+                    continue
+                kl, row = min(fit, key=lambda one: one[0])
+                best.append(Best(context, share, level.name.lower(), row.action, row.share16, kl))
+    return best
+
+
+def _kl(row: Row) -> float | None:
+    figure = (row.figures or {}).get("kl_mean")
+    return None if figure is None else figure.mean
 
 
 def _by_depth(real: Sequence[Record]) -> dict[str, dict[str, float]]:

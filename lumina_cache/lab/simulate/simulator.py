@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import datetime
+import platform
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ from ...profile import Profile
 from ...scorers.observed import OBSERVED, Statistics
 from ...scorers.observed.weights import attended_sums
 from ...seen import Seen
+from ...telemetry import read_once
 from ..compare import kl_and_agreement, log_softmax
 from ..evaluate.measure import Bench, nll, read_prompt
 from ..evaluate.provenance import provenance
@@ -520,7 +522,7 @@ def provenance_of(
         text_sha256=bench.document.text_sha256,
         tokens_sha256=bench.document.tokens_sha256,
         device=installation.device,
-        machine=str(installation.to_record().get("machine") or installation.device),
+        machine=read_once().chip or platform.machine(),
         mlx=installation.mlx,
         mlx_lm=installation.mlx_lm,
         lumina_cache=__version__,
