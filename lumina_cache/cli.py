@@ -482,6 +482,122 @@ def soak(
         raise typer.Exit(INTERRUPTED)
 
 
+db = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="What was found out on many machines in one file: which actions run where, at what cost, and why not.",
+)
+app.add_typer(db, name="db")
+
+DatabasePath = Annotated[
+    Path | None,
+    typer.Option("--db", help="The database; default: feasibility.duckdb in the data directory."),
+]
+
+
+@db.command(
+    name="add",
+    epilog="Examples:  lumina-cache probe --model smollm2 --json > mine.json && lumina-cache db add mine.json   |   "
+    "lumina-cache db add docs/data/eval-smollm2-1k.json ~/.local/state/lumina_cache/profiles/*.json campaign/",
+)
+def db_add(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            help="JSON of probe, eval or calibrate, tables of architectures, and stores of observations."
+        ),
+    ],
+    db: DatabasePath = None,
+    json: AsJson = False,
+) -> None:
+    """Add files; what is there already stays as it is. Exit code 1 if one of them is bad; nothing of it is taken."""
+    from .database.command import add_command
+
+    text, good = add_command(files, db, as_json=json)
+    typer.echo(text)
+    if not good:
+        raise typer.Exit(1)
+
+
+@db.command(
+    name="query",
+    epilog="Examples:  lumina-cache db query --chip M3 --mlx-lm 0.32 --model llama --action 'quant:*'   |   "
+    "lumina-cache db query --model smollm2 --state real --json   |   "
+    "lumina-cache db query --about capabilities --chip M3   |   lumina-cache db query --about sources",
+)
+def db_query(
+    chip: Annotated[str | None, typer.Option(help="Part of the chip's name, for example M3.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, metal or cuda.")] = None,
+    mlx: Annotated[str | None, typer.Option(help="MLX's version or its beginning, for example 0.32.")] = None,
+    mlx_lm: Annotated[str | None, typer.Option(help="mlx-lm's version or its beginning.")] = None,
+    lumina_cache: Annotated[
+        str | None, typer.Option("--lumina-cache", help="This library's version or its beginning.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", help="Part of a model's name, its module in mlx-lm, or its fingerprint."
+        ),
+    ] = None,
+    action: Annotated[
+        str | None, typer.Option("--action", "-a", help="An action's text form, with * and ?.")
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="Only what came from probe, architectures, profile, eval or campaign.")
+    ] = None,
+    state: Annotated[
+        str | None, typer.Option(help="Only one execution state: real, simulated or backend_infeasible.")
+    ] = None,
+    about: Annotated[str, typer.Option(help="actions, capabilities or sources.")] = "actions",
+    limit: Annotated[int, typer.Option(help="Most rows of the table; 0 for all.", min=0)] = 50,
+    db: DatabasePath = None,
+    json: AsJson = False,
+) -> None:
+    """Which actions run on a chip, with versions and a model; which do not, and why."""
+    from rich.console import Console
+
+    from .database import Selection
+    from .database.command import query_command
+
+    selection = Selection(chip, device, mlx, mlx_lm, lumina_cache, model, action, kind, state)
+    typer.echo(query_command(selection, db, about=about, limit=limit, as_json=json, console=Console()))
+
+
+@db.command(
+    name="merge",
+    epilog="Examples:  lumina-cache db merge macbook.duckdb studio.duckdb   |   "
+    "lumina-cache db merge mine.duckdb --db everyone.duckdb",
+)
+def db_merge(
+    files: Annotated[list[Path], typer.Argument(help="Databases of other machines.")],
+    db: DatabasePath = None,
+    json: AsJson = False,
+) -> None:
+    """Take in other databases. Exit code 1 if one of them is bad; nothing of it is taken."""
+    from .database.command import merge_command
+
+    text, good = merge_command(files, db, as_json=json)
+    typer.echo(text)
+    if not good:
+        raise typer.Exit(1)
+
+
+@db.command(
+    name="export",
+    epilog="Examples:  lumina-cache db export out/   |   lumina-cache db export out/ --format csv",
+)
+def db_export(
+    folder: Annotated[Path, typer.Argument(help="Where the files go, one per table.")],
+    format: Annotated[str, typer.Option(help="parquet, csv or json.")] = "parquet",
+    db: DatabasePath = None,
+    json: AsJson = False,
+) -> None:
+    """Write every table as a file of its own. Execution states never share one."""
+    from .database.command import export_command
+
+    typer.echo(export_command(folder, format, db, as_json=json))
+
+
 def _as_json(found: object) -> str:
     import json
 

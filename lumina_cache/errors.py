@@ -13,6 +13,7 @@ __all__ = [
     "BudgetError",
     "CalibrationError",
     "CampaignError",
+    "DatabaseError",
     "DiskBudgetError",
     "DiskCorruptError",
     "DiskDirectoryError",
@@ -60,6 +61,10 @@ class CalibrationError(LuminaError, ValueError):
 
 class CampaignError(LuminaError, ValueError):
     """A plan that no campaign can be made from, or a store that holds another campaign."""
+
+
+class DatabaseError(LuminaError, ValueError):
+    """A feasibility database, or a file for it, that cannot be read or written; or a question it has no answer to."""
 
 
 class ActionSyntaxError(LuminaError, ValueError):

@@ -55,16 +55,24 @@ class Figure:
 
 @dataclass(frozen=True)
 class CodecFigure:
-    """A codec with all rows held. ``times`` are (rows, decode-step ratio) pairs, ascending."""
+    """A codec with all rows held.
+
+    ``times`` are (rows, decode-step ratio) pairs, ascending; ``chunk_times`` the same for chunks of a prompt.
+    """
 
     action: Quantize
     kl: float
     p95: float
     times: tuple[tuple[int, float], ...] = ()
+    chunk_times: tuple[tuple[int, float], ...] = ()
 
     def time_at(self, rows: int) -> float | None:
         """Decode-step ratio at ``rows`` rows, interpolated; that of the nearest measurement outside of them."""
         return interpolate(self.times, rows) if self.times else None
+
+    def chunk_time_at(self, rows: int) -> float | None:
+        """Ratio of a prompt's chunk at ``rows`` rows, interpolated like :meth:`time_at`."""
+        return interpolate(self.chunk_times, rows) if self.chunk_times else None
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,7 @@ class Profile:
         default_factory=dict
     )  #: of an action's own work: evict, quant, offload
     step_seconds: float | None = None  #: of one dense decode step at 1,024 rows
+    prompt_seconds: float | None = None  #: of one token of a prompt's chunk over dense rows, at 1,024 rows
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -138,7 +147,13 @@ class Profile:
             "schema": SCHEMA,
             "name": self.name,
             "codecs": [
-                {"action": str(c.action), "kl": c.kl, "p95": c.p95, "times": [list(t) for t in c.times]}
+                {
+                    "action": str(c.action),
+                    "kl": c.kl,
+                    "p95": c.p95,
+                    "times": [list(t) for t in c.times],
+                    "chunk_times": [list(t) for t in c.chunk_times],
+                }
                 for c in self.codecs
             ],
             "evictors": [
@@ -148,6 +163,7 @@ class Profile:
             "sensitivity": list(self.sensitivity),
             "seconds_per_byte": dict(self.seconds_per_byte),
             "step_seconds": self.step_seconds,
+            "prompt_seconds": self.prompt_seconds,
             "provenance": dict(self.provenance),
         }
 
@@ -172,9 +188,8 @@ class Profile:
                     str(family): _figure(seconds, f"seconds_per_byte of {family}")
                     for family, seconds in dict(record["seconds_per_byte"]).items()
                 },
-                step_seconds=None
-                if record["step_seconds"] is None
-                else _figure(record["step_seconds"], "step_seconds"),
+                step_seconds=_seconds(record["step_seconds"], "step_seconds"),
+                prompt_seconds=_seconds(record.get("prompt_seconds"), "prompt_seconds"),
                 provenance=dict(record["provenance"]),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -187,12 +202,21 @@ def _codec(record: Mapping[str, Any]) -> CodecFigure:
     action = parse_action(record["action"])
     if not isinstance(action, Quantize):
         raise ValueError(f"{action} is not a codec")
-    times = _ascending(
-        ((int(rows), _figure(ratio, f"a time of {action}")) for rows, ratio in record["times"]), action
+    times, chunk_times = (
+        _ascending(((int(rows), _figure(ratio, f"a time of {action}")) for rows, ratio in pairs), action)
+        for pairs in (record["times"], record.get("chunk_times", ()))
     )
     return CodecFigure(
-        action, _figure(record["kl"], f"kl of {action}"), _figure(record["p95"], f"p95 of {action}"), times
+        action,
+        _figure(record["kl"], f"kl of {action}"),
+        _figure(record["p95"], f"p95 of {action}"),
+        times,
+        chunk_times,
     )
+
+
+def _seconds(value: Any, what: str) -> float | None:
+    return None if value is None else _figure(value, what)
 
 
 def _evictor(record: Mapping[str, Any]) -> EvictionFigure:

@@ -73,7 +73,7 @@ def figures(profile: Profile) -> dict[str, Any]:
     """What does not depend on the machine's mood."""
     record = profile.to_record()
     for codec in record["codecs"]:
-        codec["times"] = len(codec["times"])
+        codec["times"], codec["chunk_times"] = len(codec["times"]), len(codec["chunk_times"])
     about = record["provenance"]
     return {
         "codecs": record["codecs"],
@@ -94,6 +94,8 @@ def test_a_run_measures_everything_that_it_set_out_to(tiny: Any) -> None:
     assert found.documents == 2
     assert [c.action for c in profile.codecs] == list(grid.codecs)
     assert all([rows for rows, _ in c.times] == [256] for c in profile.codecs)
+    assert all([rows for rows, _ in c.chunk_times] == [256] for c in profile.codecs)
+    assert profile.prompt_seconds is not None
     assert {(e.scorer, s) for e in profile.evictors for s, _, _ in e.points} == {
         (e.scorer, e.ratio) for e in grid.evictions
     }

@@ -70,6 +70,29 @@ def test_what_just_fits_is_kept_even_where_another_action_would_be_faster() -> N
     assert decision.action != Keep()
 
 
+def test_within_a_prompt_a_codec_that_slows_its_chunks_gives_way() -> None:
+    packed, other = FIGURES.codecs[0], parse_action("quant:affine_fetch,bits=8,group=64")
+    assert isinstance(other, Quantize)
+    figures = replace(
+        FIGURES,
+        codecs=(
+            replace(packed, chunk_times=((1024, 5.0),)),
+            replace(packed, action=other, kl=packed.kl * 2, chunk_times=((1024, 1.0),)),
+        ),
+        prompt_seconds=0.01,
+    )
+    limit = nbytes_allocated(next_layers(LAYERS, 128)) * 2 // 3
+    for coming, best in ((1, packed.action), (128, other)):
+        decision, _ = decide(limit, tokens=coming, profile=figures)
+        assert decision.action == best
+
+
+def test_what_is_still_expected_of_a_prompt_is_what_was_seen_of_it() -> None:
+    assert state_of(LAYERS, None, tokens=1).prompt_tokens == 0
+    assert state_of(LAYERS, None, tokens=128).prompt_tokens == 1024
+    assert state_of(LAYERS, None, tokens=2048).prompt_tokens == 2048
+
+
 def test_eight_bits_are_preferred_while_they_fit() -> None:
     decision, _ = decide(NEXT // 2)
     assert decision.action == parse_action("quant:affine,bits=8,group=64")

@@ -58,6 +58,17 @@ def test_the_actions_own_time_is_shared_by_the_steps_that_it_is_held_for() -> No
     assert score(replace(own, step_seconds=None)).time == 0.0
 
 
+def test_within_a_prompt_its_chunks_count_too() -> None:
+    decode = replace(HELD, time_ratio=1.1, own_seconds=0.0, step_seconds=0.1, horizon=10)
+    prompt = replace(decode, prompt_tokens=100, prompt_seconds=0.01, prompt_ratio=5.0)
+    assert score(decode).time == pytest.approx(1.0)
+    assert score(prompt).time == pytest.approx(math.log((1.0 * 5.0 + 1.1) / 2.0) / math.log(1.1))
+    assert score(replace(prompt, prompt_tokens=0)).time == pytest.approx(1.0)
+    assert score(replace(prompt, prompt_ratio=None)).time is None
+    # Nobody has measured what the prompt would take at all: only decode steps are compared.
+    assert score(replace(prompt, prompt_seconds=None)).time == pytest.approx(1.0)
+
+
 def test_unknown_time_is_left_out_and_unknown_quality_leaves_no_total() -> None:
     known = score(replace(HELD, kl=0.02, p95=0.0))
     assert known.time is None
@@ -110,6 +121,9 @@ inputs = st.builds(
     own_seconds=maybe,
     step_seconds=maybe,
     horizon=st.integers(1, 10**6),
+    prompt_tokens=st.integers(0, 10**6),
+    prompt_ratio=st.one_of(st.none(), st.floats(0.01, 100)),
+    prompt_seconds=maybe,
     error_mean=st.floats(-1, 1),
     error_spread=st.floats(0, 1),
 )

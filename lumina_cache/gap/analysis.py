@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import AnalysisError
-from .attribution import Attribution, LayerCost, attribute, by_layer, of_domain
+from .attribution import Attribution, LayerCost, begin, by_layer, of_domain
 from .cells import Cells, Missing, Stratum, cells_of, strata_of
 from .gap import (
     BUDGETS,
@@ -34,8 +34,10 @@ from .gap import (
     closed,
     gap_between,
     goals,
+    members,
     parts,
     placebo,
+    prepare,
     sides,
 )
 from .resample import LEVEL, Estimate
@@ -114,7 +116,7 @@ class StratumAnalysis:
     points: tuple[Point, ...]
     bests: tuple[Best, ...]  #: per budget and side, λ_T = 0
     gaps: tuple[Gap, ...]  #: per budget and pair of sides, λ_T = 0
-    time_sweep: tuple[Gap, ...]  #: per λ_T > 0, budget and pair; empty without times
+    time_sweep: tuple[Gap, ...]  #: points and nats per λ_T > 0, budget and pair; empty without times
     closed: tuple[Closed, ...]
     goals: tuple[Goal, ...]
     parts: tuple[Parts, ...]
@@ -289,6 +291,7 @@ def _stratum(cells: Cells, settings: Settings) -> StratumAnalysis:
     timed = bool(np.isfinite(cells.time).any())
     if not timed:
         notes.append("no times: quality at equal bytes only")
+    prepare(cells, settings.budgets, [w for w in settings.time_weights if timed or w == 0.0])
     references = ["full", *(n for n in names if n in ("hook", "all", "ceiling"))]
     attributions = _attributions(cells, rungs, settings, notes) if len(names) > len(rungs) else ()
     layers = by_layer(cells)
@@ -337,20 +340,18 @@ def _attributions(
     groups = [("all", cells)]
     if len(cells.resampling.of_domain) > 1:
         groups += [(name, of_domain(cells, name)) for name in cells.resampling.of_domain]
-    found = []
+    begun = []
     for rung in rungs:
         for budget in settings.budgets:
             for name, some in groups:
                 try:
-                    found.append(attribute(some, rung, budget, documents=name))
+                    begun.append(begin(some, rung, budget, documents=name))
                 except AnalysisError as error:
                     notes.append(f"no attribution of {rung} at {budget:.4g} ({name}): {error}")
-    return tuple(found)
+    return tuple(finish() for finish in begun)
 
 
 def _points(cells: Cells, names: Sequence[str]) -> tuple[Point, ...]:
-    from .gap import members
-
     docs = cells.resampling
     score = -cells.quality_whole + 0.0
     means = docs.mean(cells.kl_whole)
@@ -362,6 +363,7 @@ def _points(cells: Cells, names: Sequence[str]) -> tuple[Point, ...]:
             if means[i] < least:
                 least = means[i]
                 fronts.setdefault(int(i), []).append(side)
+    damage, points = docs.estimates(cells.kl_whole), docs.estimates(score)
     found = []
     for i, fact in enumerate(cells.facts):
         times = cells.time[i][np.isfinite(cells.time[i])]
@@ -372,8 +374,8 @@ def _points(cells: Cells, names: Sequence[str]) -> tuple[Point, ...]:
                 fact.requires,
                 fact.role,
                 float(cells.shares[i]),
-                docs.estimate(cells.kl_whole[i]),
-                docs.estimate(score[i]),
+                damage[i],
+                points[i],
                 _known(docs.mean(cells.top1[i])),
                 _known(docs.mean(cells.nll_change[i])),
                 float(1.1 ** times.mean()) if times.size else None,

@@ -38,6 +38,7 @@ __all__ = [
     "Capability",
     "LayerCost",
     "attribute",
+    "begin",
     "by_layer",
     "of_domain",
     "together_needed",
@@ -128,13 +129,32 @@ def attribute(
         AnalysisError: there are more than MAX_CAPABILITIES to tell apart, or no such rung.
         MixedExecutionStateError: not the cells of one execution state.
     """
+    return begin(cells, base, budget, named=named, documents=documents)()
+
+
+def begin(
+    cells: Cells,
+    base: str,
+    budget: float,
+    *,
+    named: Callable[[Iterable[str]], frozenset[str]] = together_needed,
+    documents: str = "all",
+) -> Callable[[], Attribution]:
+    """The first half of :func:`attribute`: what it returns works out the intervals, together with whatever else waits.
+
+    Raises:
+        AnalysisError: there are more than MAX_CAPABILITIES to tell apart, or no such rung.
+        MixedExecutionStateError: not the cells of one execution state.
+    """
     together(cells)
     if base not in _RUNGS:
         raise AnalysisError(f"{base!r}: capabilities are missing from {', '.join(_RUNGS)}")
     candidates = np.array([f.role == "candidate" for f in cells.facts], dtype=bool)
     index = fits(cells, np.flatnonzero(candidates), budget)
-    lacking = _lacking(cells.facts, _RUNGS[base], named)
-    needs = {int(i): lacking[int(i)] for i in index}
+    key = ("lacking", base, named)
+    if key not in cells.memo:
+        cells.memo[key] = _lacking(cells.facts, _RUNGS[base], named)
+    needs = {int(i): cells.memo[key][int(i)] for i in index}
     names = sorted(set().union(*needs.values()))
     if len(names) > MAX_CAPABILITIES:
         raise AnalysisError(
@@ -142,9 +162,10 @@ def attribute(
             f"enumerated: tell fewer apart with named=. They are {', '.join(names)}"
         )
     if not any(not n for n in needs.values()):
-        return Attribution(base, budget, documents, None, (), (), f"no action of {base} fits {budget:.4g}")
+        nothing = Attribution(base, budget, documents, None, (), (), f"no action of {base} fits {budget:.4g}")
+        return lambda: nothing
     if not names:
-        return _nothing_lacking(cells, base, budget, documents)
+        return lambda: _nothing_lacking(cells, base, budget, documents)
     return _enumerated(cells, base, budget, documents, needs, names)
 
 
@@ -179,12 +200,15 @@ def _enumerated(
     documents: str,
     needs: Mapping[int, frozenset[str]],
     names: Sequence[str],
-) -> Attribution:
+) -> Callable[[], Attribution]:
     docs, score = cells.resampling, scores(cells)
     n = len(names)
     bit = {name: 1 << i for i, name in enumerate(names)}
-    mask = {i: sum(bit[c] for c in lacking) for i, lacking in needs.items()}
-    picks = [_picks(docs.mean(score[half]), mask, n, cells) for half in (0, 1)]
+    index = np.array(list(needs))
+    # A tie goes to the lower rung, then to fewer bytes.
+    index = index[np.lexsort((cells.shares[index], [cells.facts[i].rung for i in index]))]
+    mask = np.array([sum(bit[c] for c in needs[int(i)]) for i in index])
+    picks = [_picks(docs.mean(score[half]), index, mask, n) for half in (0, 1)]
 
     def value(which: int) -> Array:
         """v of a set on each document."""
@@ -195,35 +219,43 @@ def _enumerated(
     means = (docs.mean(score[1])[picks[0]] + docs.mean(score[0])[picks[1]]) / 2
     nothing = value(0)
     order = _best_order(means, n)
-    found = []
-    given = 0
-    steps: dict[int, tuple[int, Estimate]] = {}
+    given, places = 0, dict[int, int]()
+    rows = [value((1 << n) - 1) - nothing]
     for place, one in enumerate(order, 1):
-        steps[one] = place, docs.estimate(value(given | 1 << one) - value(given))
+        rows.append(value(given | 1 << one) - value(given))
+        places[one] = place
         given |= 1 << one
-    for i, name in enumerate(names):
-        found.append(
-            Capability(
-                name,
-                docs.estimate(value(1 << i) - nothing),
-                docs.estimate(_shapley(i, n, picks, score)),
-                *steps[i],
-                sum(name in lacking for lacking in needs.values()),
-            )
-        )
-    found.sort(key=lambda c: (-c.shapley.value, c.order))
-    total = docs.estimate(value((1 << n) - 1) - nothing)
-    return Attribution(base, budget, documents, total, tuple(found), _best_sets(means, names))
+    rows += [value(1 << i) - nothing for i in range(n)]
+    rows += [_shapley(i, n, picks, score) for i in range(n)]
+    drawn = docs.later(np.stack(rows))
+    counts = {name: sum(name in lacking for lacking in needs.values()) for name in names}
+
+    def finish() -> Attribution:
+        total, *each = drawn.estimates
+        in_order, alone, shapley = each[:n], each[n : 2 * n], each[2 * n :]
+        found = [
+            Capability(name, alone[i], shapley[i], places[i], in_order[places[i] - 1], counts[name])
+            for i, name in enumerate(names)
+        ]
+        found.sort(key=lambda c: (-c.shapley.value, c.order))
+        return Attribution(base, budget, documents, total, tuple(found), _best_sets(means, names))
+
+    return finish
 
 
-def _picks(means: Array, mask: Mapping[int, int], n: int, cells: Cells) -> Index:
-    """For every set of capabilities, as a number of n bits, the action with the highest mean, shape (2ⁿ,)."""
+def _picks(means: Array, index: Index, mask: Index, n: int) -> Index:
+    """For every set of capabilities, as a number of n bits, the action with the highest mean, shape (2ⁿ,).
+
+    Args:
+        means: of every action.
+        index: the actions to choose from, shape (k,).
+        mask: what each of them lacks, as a number of n bits, shape (k,).
+    """
     best = np.full(1 << n, -np.inf)
     pick = np.full(1 << n, -1, dtype=np.int64)
-    order = sorted(mask, key=lambda i: (cells.facts[i].rung, cells.shares[i]))
-    for i in order:
-        if means[i] > best[mask[i]]:
-            best[mask[i]], pick[mask[i]] = means[i], i
+    for one, lacks in zip(index.tolist(), mask.tolist(), strict=True):
+        if means[one] > best[lacks]:
+            best[lacks], pick[lacks] = means[one], one
     for j in range(n):
         # Sets without capability j, and the same sets with it: whatever the former can do, the latter can.
         value, chosen = best.reshape(-1, 2, 1 << j), pick.reshape(-1, 2, 1 << j)
@@ -255,7 +287,9 @@ def _best_order(means: Array, n: int) -> list[int]:
     given, order = 0, list[int]()
     while len(order) < n:
         left = [i for i in range(n) if not given >> i & 1]
-        best = max(left, key=lambda i: (means[given | 1 << i], _with(means, given | 1 << i), -i))
+        worth = [means[given | 1 << i] for i in left]
+        equal = [i for i, w in zip(left, worth, strict=True) if w == max(worth)]
+        best = equal[0] if len(equal) == 1 else max(equal, key=lambda i: _with(means, given | 1 << i))
         order.append(best)
         given |= 1 << best
     return order
@@ -283,7 +317,9 @@ def of_domain(cells: Cells, domain: str) -> Cells:
 
     Raises:
         AnalysisError: there is no such domain.
+        MixedExecutionStateError: not the cells of one execution state.
     """
+    together(cells)
     if domain not in cells.resampling.of_domain:
         raise AnalysisError(f"no document of domain {domain!r}: {', '.join(cells.resampling.of_domain)}")
     index = cells.resampling.of_domain[domain]
@@ -292,7 +328,7 @@ def of_domain(cells: Cells, domain: str) -> Cells:
         for name in ("quality", "kl", "quality_whole", "kl_whole", "top1", "nll_change", "share", "time")
     }
     names = tuple(cells.documents[i] for i in index)
-    return replace(cells, documents=names, resampling=cells.resampling.only(domain), **arrays)
+    return replace(cells, documents=names, resampling=cells.resampling.only(domain), memo={}, **arrays)
 
 
 def by_layer(cells: Cells) -> tuple[LayerCost, ...]:

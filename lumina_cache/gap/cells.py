@@ -7,7 +7,7 @@ states (seeds) of its document.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -100,6 +100,9 @@ class Cells:
     tail: bool  #: whether Q has its term for the tail
     missing: tuple[Missing, ...]
     notes: tuple[str, ...]
+    memo: dict[Any, Any] = field(
+        default_factory=dict, repr=False
+    )  #: what was worked out of these cells before
 
     @property
     def shares(self) -> Array:

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from ..backend.capabilities import Rung
 from ..errors import AnalysisError, MixedExecutionStateError
 from .cells import Cells
-from .resample import Array, Estimate
+from .resample import Array, Drawn, Estimate
 
 __all__ = [
     "BUDGETS",
@@ -48,8 +48,10 @@ __all__ = [
     "fits",
     "gap_between",
     "goals",
+    "members",
     "parts",
     "placebo",
+    "prepare",
     "scores",
     "sides",
     "together",
@@ -70,7 +72,12 @@ Index = npt.NDArray[np.int64]
 
 
 def sides(cells: Cells) -> tuple[str, ...]:
-    """Names of the sides that these observations have, each holding the one before it."""
+    """Names of the sides that these observations have, each holding the one before it.
+
+    Raises:
+        MixedExecutionStateError: not the cells of one execution state.
+    """
+    together(cells)
     names = list(_RUNGS)
     if cells.execution_state == "simulated":
         names.append("all")
@@ -80,7 +87,12 @@ def sides(cells: Cells) -> tuple[str, ...]:
 
 
 def members(cells: Cells, side: str) -> Index:
-    """Numbers of the actions of a side, whatever bytes they take."""
+    """Numbers of the actions of a side, whatever bytes they take.
+
+    Raises:
+        AnalysisError: these observations have no such side.
+        MixedExecutionStateError: not the cells of one execution state.
+    """
     if side not in sides(cells):
         raise AnalysisError(
             f"{side!r} is no side of {cells.execution_state} observations: {', '.join(sides(cells))}"
@@ -94,7 +106,12 @@ def members(cells: Cells, side: str) -> Index:
 
 
 def fits(cells: Cells, index: Index, budget: float) -> Index:
-    """Those of ``index`` that take ``budget`` or less of dense 16-bit rows on every document."""
+    """Those of ``index`` that take ``budget`` or less of dense 16-bit rows on every document.
+
+    Raises:
+        MixedExecutionStateError: not the cells of one execution state.
+    """
+    together(cells)
     return index[cells.shares[index] <= budget * SLACK]
 
 
@@ -103,7 +120,11 @@ def scores(cells: Cells, time_weight: float = 0.0) -> Array:
 
     Times are of whole runs, so both halves have the same. An action that was timed on some documents only has its mean
     there on all of them.
+
+    Raises:
+        MixedExecutionStateError: not the cells of one execution state.
     """
+    together(cells)
     if time_weight == 0.0:
         return -cells.quality + 0.0
     with np.errstate(invalid="ignore"):
@@ -117,44 +138,52 @@ def scores(cells: Cells, time_weight: float = 0.0) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class Chosen:
-    """What one side chooses, and what it is worth on each document."""
+    """What one side chooses, and what it is worth on each document; arrays have shape (documents,)."""
 
-    side: str
     actions: tuple[int, int]  #: chosen on even blocks, on odd ones
-    values: Array  #: cross-fitted scores, shape (documents,)
+    values: Array  #: cross-fitted scores
     kl: Array  #: cross-fitted KL of the same actions, nats per token
     ties: tuple[int, ...]  #: others that were as good, on either half
-    considered: int
+    considered: Index
     untimed: tuple[int, ...]  #: left out for want of a time
 
+
+@dataclass(frozen=True, eq=False)
+class Achieved:
+    """A side at a budget: its choice, and everything that differences between sides are made of."""
+
+    chosen: Chosen
+    #: score, KL, score held out, score statewise, score in hindsight, of each document: shape (5, documents)
+    values: Array
+    draws: Drawn  #: of the first two
+    more_draws: Drawn | None  #: of the others, where they are wanted
+
     @property
-    def shares(self) -> tuple[int, int]:
-        return self.actions
+    def drawn(self) -> Array:
+        """Means of score and KL in every draw of documents, shape (2, draws)."""
+        return self.draws.drawn
 
 
-def choose(cells: Cells, index: Index, score: Array, side: str = "") -> Chosen | None:
+def choose(cells: Cells, index: Index, score: Array) -> Chosen | None:
     """The choice among ``index`` by cross-fitting; None if there is nothing to choose from."""
     timed = index[np.isfinite(score[0, index]).all(axis=1)] if index.size else index
     if not timed.size:
         return None
-    order = timed[np.argsort(cells.shares[timed], kind="stable")]
-    order = order[np.argsort([cells.facts[i].rung for i in order], kind="stable")]
-    docs = cells.resampling
+    order = timed[np.lexsort((cells.shares[timed], [cells.facts[i].rung for i in timed]))]
     picks: list[int] = []
     ties: set[int] = set()
     for half in (0, 1):
-        means = docs.mean(score[half, order])
+        means = cells.resampling.mean(score[half, order])
         best = int(np.argmax(means))
         picks.append(int(order[best]))
         ties |= {int(i) for i in order[means == means[best]]}
     even, odd = picks
     return Chosen(
-        side,
         (even, odd),
         (score[1, even] + score[0, odd]) / 2,
         (cells.kl[1, even] + cells.kl[0, odd]) / 2,
         tuple(sorted(ties - set(picks))),
-        int(timed.size),
+        timed,
         tuple(int(i) for i in np.setdiff1d(index, timed)),
     )
 
@@ -311,67 +340,102 @@ def best_of(cells: Cells, side: str, budget: float, time_weight: float = 0.0) ->
         MixedExecutionStateError: not the cells of one execution state.
     """
     together(cells)
-    found = _chosen(cells, side, budget, time_weight)
+    found = _achieved(cells, side, budget, time_weight)
     if isinstance(found, str):
         return Best(side, budget, time_weight, (), None, None, None, 0, (), (), found)
-    docs = cells.resampling
+    chosen, docs = found.chosen, cells.resampling
+    means = docs.mean(found.values)
     return Best(
         side,
         budget,
         time_weight,
-        _texts(cells, found.actions),
-        docs.estimate(found.values),
-        docs.estimate(found.kl),
-        float(cells.shares[list(found.actions)].max()),
-        found.considered,
-        _texts(cells, found.ties),
-        _texts(cells, found.untimed),
+        _texts(cells, chosen.actions),
+        docs.of_draws(float(means[0]), found.drawn[0]),
+        docs.of_draws(float(means[1]), found.drawn[1]),
+        float(cells.shares[list(chosen.actions)].max()),
+        int(chosen.considered.size),
+        _texts(cells, chosen.ties),
+        _texts(cells, chosen.untimed),
     )
 
 
-def _chosen(cells: Cells, side: str, budget: float, time_weight: float) -> Chosen | str:
-    """The choice, or why there is none."""
+def prepare(cells: Cells, budgets: Sequence[float], time_weights: Sequence[float]) -> None:
+    """Make all choices now, so that their intervals are worked out at once.
+
+    Raises:
+        MixedExecutionStateError: not the cells of one execution state.
+    """
+    for side in sides(cells):
+        for budget in budgets:
+            for weight in time_weights:
+                _achieved(cells, side, budget, weight)
+
+
+def _achieved(cells: Cells, side: str, budget: float, time_weight: float = 0.0) -> Achieved | str:
+    """What a side achieves, or why nothing; worked out once."""
+    key = ("achieved", side, budget, time_weight)
+    if key not in cells.memo:
+        cells.memo[key] = _achieve(cells, side, budget, time_weight)
+    found: Achieved | str = cells.memo[key]
+    return found
+
+
+def _achieve(cells: Cells, side: str, budget: float, time_weight: float) -> Achieved | str:
     index = fits(cells, members(cells, side), budget)
     if not index.size:
         return f"no action of {side} takes {budget:.4g} of dense rows or less"
-    return choose(cells, index, scores(cells, time_weight), side) or (
-        f"no action of {side} at {budget:.4g} has a time"
-    )
+    if ("scores", time_weight) not in cells.memo:
+        cells.memo["scores", time_weight] = scores(cells, time_weight)
+    score, docs = cells.memo["scores", time_weight], cells.resampling
+    chosen = choose(cells, index, score)
+    if chosen is None:
+        return f"no action of {side} at {budget:.4g} has a time"
+    index = chosen.considered
+    whole = score.mean(axis=0)
+    seen = whole[index[int(np.argmax(docs.mean(whole[index])))]]
+    held = _held_out(cells, index, score) if docs.spread else np.full(docs.count, np.nan)
+    values = np.stack([chosen.values, chosen.kl, held, _statewise(index, score), seen])
+    more = docs.later(values[2:]) if time_weight == 0.0 else None
+    return Achieved(chosen, values, docs.later(values[:2]), more)
 
 
 def gap_between(cells: Cells, low: str, high: str, budget: float, time_weight: float = 0.0) -> Gap:
-    """The gap between two sides at a budget.
+    """The gap between two sides at a budget; with λ_T > 0 ``points`` and ``nats`` alone.
 
     Raises:
         AnalysisError: these observations have no such side.
         MixedExecutionStateError: not the cells of one execution state.
     """
     together(cells)
-    a, b = (_chosen(cells, side, budget, time_weight) for side in (low, high))
+    a, b = (_achieved(cells, side, budget, time_weight) for side in (low, high))
     if isinstance(a, str) or isinstance(b, str):
         why = "; ".join(one for one in (a, b) if isinstance(one, str))
         return Gap(low, high, budget, time_weight, None, None, None, None, None, None, why=why, bytes_why=why)
-    docs, score = cells.resampling, scores(cells, time_weight)
-    index = [fits(cells, members(cells, side), budget) for side in (low, high)]
-    index = [i[np.isfinite(score[0, i]).all(axis=1)] for i in index]
-    held = [_held_out(cells, i, score) for i in index]
-    wise = [_statewise(i, score) for i in index]
-    whole = (score[0] + score[1]) / 2
-    seen = [whole[i[int(np.argmax(docs.mean(whole[i])))]] for i in index]
-    times, why = _bytes_times(cells, low, b)
+    docs = cells.resampling
+    means, drawn = docs.mean(b.values - a.values), b.drawn - a.drawn
+    if a.more_draws is not None and b.more_draws is not None:
+        drawn = np.concatenate([drawn, b.more_draws.drawn - a.more_draws.drawn])
+    points, nats, *more = (docs.of_draws(float(m), d) for m, d in zip(means, drawn, strict=False))
+    held, wise, seen = more or (None, None, None)
+    times, why = _bytes_times(cells, low, b) if time_weight == 0.0 else (None, "")
     return Gap(
         low,
         high,
         budget,
         time_weight,
-        points=docs.estimate(b.values - a.values),
-        nats=docs.estimate(a.kl - b.kl),
+        points=points,
+        nats=Estimate(
+            -nats.value + 0.0,
+            None if nats.high is None else -nats.high,
+            None if nats.low is None else -nats.low,
+            nats.documents,
+        ),
         bytes_times=times,
-        held_out=docs.estimate(held[1] - held[0]) if docs.spread else None,
-        statewise=docs.estimate(wise[1] - wise[0]),
-        hindsight=docs.estimate(seen[1] - seen[0]),
-        low_actions=_texts(cells, a.actions),
-        high_actions=_texts(cells, b.actions),
+        held_out=held if docs.spread else None,
+        statewise=wise,
+        hindsight=seen,
+        low_actions=_texts(cells, a.chosen.actions),
+        high_actions=_texts(cells, b.chosen.actions),
         bytes_why=why,
     )
 
@@ -385,6 +449,7 @@ class _Front:
 
     shares: Array  #: increasing, shape (steps,)
     kl: Array  #: shape (steps, documents)
+    drawn: Array  #: means in every draw, shape (steps, draws)
 
 
 def _front(cells: Cells, side: str) -> _Front:
@@ -405,10 +470,11 @@ def _front(cells: Cells, side: str) -> _Front:
     shares = shares[last]
     changed = np.append(True, (np.diff(even) != 0) | (np.diff(odd) != 0))
     even, odd, shares = even[changed], odd[changed], shares[changed]
-    return _Front(shares, (cells.kl[1, even] + cells.kl[0, odd]) / 2)
+    values = (cells.kl[1, even] + cells.kl[0, odd]) / 2
+    return _Front(shares, values, docs.draw(values))
 
 
-def _bytes_times(cells: Cells, low: str, high: Chosen) -> tuple[Estimate | None, str]:
+def _bytes_times(cells: Cells, low: str, high: Achieved) -> tuple[Estimate | None, str]:
     """Bytes that ``low`` needs to be as good as ``high``'s choice, over the bytes of that choice.
 
     ``low``'s front is the KL of its best action as a function of bytes, made to fall by taking the least so far, and
@@ -417,9 +483,11 @@ def _bytes_times(cells: Cells, low: str, high: Chosen) -> tuple[Estimate | None,
     is rather too small. Not defined where ``high`` is better than ``low`` with any bytes, or worse than ``low`` with
     the fewest that it was measured with.
     """
-    front, docs = _front(cells, low), cells.resampling
-    own = float(np.mean([cells.shares[i] for i in high.actions]))
-    wanted = np.atleast_1d(docs.mean(high.kl))
+    if ("front", low) not in cells.memo:
+        cells.memo["front", low] = _front(cells, low)
+    front, docs = cells.memo["front", low], cells.resampling
+    own = float(np.mean([cells.shares[i] for i in high.chosen.actions]))
+    wanted = np.atleast_1d(docs.mean(high.chosen.kl))
     needed = _crossing(front.shares, docs.mean(front.kl)[None], wanted)[0]
     if not np.isfinite(needed):
         if wanted[0] > docs.mean(front.kl)[0]:
@@ -428,7 +496,7 @@ def _bytes_times(cells: Cells, low: str, high: Chosen) -> tuple[Estimate | None,
     value = float(needed / own)
     if not docs.spread:
         return Estimate(value, None, None, docs.count), ""
-    drawn = _crossing(front.shares, docs.drawn @ front.kl.T, docs.drawn @ high.kl) / own
+    drawn = _crossing(front.shares, front.drawn.T, high.drawn[1]) / own
     found = docs.of_draws(value, drawn)
     why = "" if found.low is not None else "no interval: some draws leave the range that was measured"
     return found, why
@@ -443,7 +511,9 @@ def _crossing(shares: Array, kl: Array, wanted: Array) -> Array:
         wanted: shape (draws,).
     """
     falling = np.minimum.accumulate(kl, axis=1)
-    enough = falling <= wanted[:, None]
+    # Means of the same figures, summed in another order, are not the same to the last bit.
+    near = 1e-9 * np.abs(wanted) + 1e-15
+    enough = falling <= (wanted + near)[:, None]
     draws = np.arange(len(wanted))
     at = enough.argmax(axis=1)
     before = np.maximum(at - 1, 0)
@@ -451,7 +521,7 @@ def _crossing(shares: Array, kl: Array, wanted: Array) -> Array:
     with np.errstate(divide="ignore", invalid="ignore"):
         part = np.where(high > low, (high - wanted) / (high - low), 0.0)
     found = shares[before] + part * (shares[at] - shares[before])
-    inside = enough.any(axis=1) & ((at > 0) | (falling[:, 0] == wanted))
+    inside = enough.any(axis=1) & ((at > 0) | (falling[:, 0] >= wanted - near))
     result: Array = np.where(inside, found, np.nan)
     return result
 
@@ -468,18 +538,21 @@ def closed(cells: Cells, base: str, better: str, reference: str, budget: float) 
     """
     together(cells)
     names = [base, better] if reference == "full" else [base, better, reference]
-    found = [_chosen(cells, side, budget, 0.0) for side in names]
+    found = [_achieved(cells, side, budget) for side in names]
     missing = [one for one in found if isinstance(one, str)]
     if missing:
         return Closed(base, better, reference, budget, None, None, missing[0])
-    values = [one.values for one in found if isinstance(one, Chosen)]
-    top = values[2] if len(values) == 3 else np.zeros_like(values[0])
+    each = [one for one in found if isinstance(one, Achieved)]
     docs = cells.resampling
-    left = docs.estimate(top - values[0])
+    means = [float(docs.mean(one.values[0])) for one in each] + [0.0]
+    drawn = [one.drawn[0] for one in each] + [np.zeros_like(each[0].drawn[0])]
+    left = docs.of_draws(means[2] - means[0], drawn[2] - drawn[0])
     if left.value <= 0 or (left.low is not None and left.low <= 0):
         why = f"{base} leaves nothing that can be told from 0"
         return Closed(base, better, reference, budget, None, left, why)
-    share = docs.ratio(values[1] - values[0], top - values[0])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = (drawn[1] - drawn[0]) / (drawn[2] - drawn[0])
+    share = docs.of_draws((means[1] - means[0]) / (means[2] - means[0]), ratios)
     return Closed(base, better, reference, budget, share, left)
 
 
@@ -539,23 +612,23 @@ def parts(cells: Cells, rung: str, budget: float, policy: str | None = None) -> 
     """
     together(cells)
     docs = cells.resampling
-    values: dict[str, Array] = {}
+    found: dict[str, tuple[float, Array]] = {}
     for side in (rung, "all", "ceiling"):
-        if side in sides(cells):
-            found = _chosen(cells, side, budget, 0.0)
-            if isinstance(found, Chosen):
-                values[side] = found.values
+        one = _achieved(cells, side, budget) if side in sides(cells) else ""
+        if isinstance(one, Achieved):
+            found[side] = float(docs.mean(one.values[0])), one.drawn[0]
     if policy is not None:
         numbers = [i for i, f in enumerate(cells.facts) if f.action == policy]
         if not numbers:
             raise AnalysisError(f"the policy's choice {policy!r} was not measured on every document")
         # The policy saw no half of these tokens, so both may score it.
-        values["policy"] = scores(cells)[:, numbers[0]].mean(axis=0)
+        values = scores(cells)[:, numbers[0]].mean(axis=0)
+        found["policy"] = float(docs.mean(values)), docs.draw(values[None])[0]
 
     def part(above: str, below: str) -> Estimate | None:
-        if above not in values or below not in values:
+        if above not in found or below not in found:
             return None
-        return docs.estimate(values[above] - values[below])
+        return docs.of_draws(found[above][0] - found[below][0], found[above][1] - found[below][1])
 
     return Parts(rung, budget, part("ceiling", "all"), part("all", rung), part(rung, "policy"), policy)
 

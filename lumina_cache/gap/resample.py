@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LEVEL", "Array", "Documents", "Estimate"]
+__all__ = ["LEVEL", "Array", "Documents", "Drawn", "Estimate"]
 
 #: Coverage of every interval.
 LEVEL = 0.95
@@ -51,14 +51,16 @@ class Documents:
     def __init__(self, domains: Sequence[str], *, draws: int = 10_000, seed: int = 0) -> None:
         self.domains = tuple(domains)
         self.count = len(self.domains)
+        self.draws = draws
         names = sorted(set(self.domains))
         self.of_domain = {name: np.flatnonzero(np.array(self.domains) == name) for name in names}
         #: Weight of each document in a mean, shape (documents,).
         self.weights: Array = np.zeros(self.count)
         for index in self.of_domain.values():
             self.weights[index] = 1 / (len(names) * index.size)
-        self._draws, self._seed = draws, seed
+        self._seed = seed
         self._drawn: Array | None = None
+        self._waiting: list[Drawn] = []
 
     @property
     def spread(self) -> bool:
@@ -67,14 +69,12 @@ class Documents:
 
     @property
     def drawn(self) -> Array:
-        """Weights of the documents in each draw, shape (draws, documents)."""
+        """Weights of the documents in each draw, shape (documents, draws)."""
         if self._drawn is None:
-            rng = np.random.default_rng(self._seed)
-            self._drawn = np.zeros((self._draws, self.count))
-            for index in self.of_domain.values():
-                n = index.size
-                some = rng.multinomial(n - 1, np.full(n, 1 / n), self._draws)
-                self._drawn[:, index] = some / ((n - 1) * len(self.of_domain))
+            self._drawn = np.zeros((self.count, self.draws))
+            for number, index in enumerate(self.of_domain.values()):
+                times = _times_drawn(index.size, self.draws, (self._seed, number))
+                self._drawn[index] = times / ((index.size - 1) * len(self.of_domain))
         return self._drawn
 
     def mean(self, values: Array) -> Any:
@@ -83,23 +83,33 @@ class Documents:
 
     def estimate(self, values: Array) -> Estimate:
         """Mean of one value per document, shape (documents,), with its interval."""
-        value = float(self.mean(values))
-        if not self.spread:
-            return Estimate(value, None, None, self.count)
-        low, high = np.quantile(self.drawn @ values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-        return Estimate(value, float(low), float(high), self.count)
+        return self.estimates(values[None])[0]
 
-    def ratio(self, over: Array, under: Array) -> Estimate | None:
-        """Ratio of two means over the same documents with its interval; None for a denominator of 0."""
-        denominator = float(self.mean(under))
-        if denominator == 0:
-            return None
-        value = float(self.mean(over)) / denominator
+    def estimates(self, values: Array) -> list[Estimate]:
+        """Means of several values per document, shape (n, documents), with their intervals."""
+        return self.later(values).estimates
+
+    def draw(self, values: Array) -> Array:
+        """The means of each draw, shape (n, draws) for values of shape (n, documents); NaN if there are no intervals."""
         if not self.spread:
-            return Estimate(value, None, None, self.count)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            drawn = (self.drawn @ over) / (self.drawn @ under)
-        return self.of_draws(value, drawn)
+            return np.full((len(values), 1), np.nan)
+        found: Array = values @ self.drawn
+        return found
+
+    def later(self, values: Array) -> Drawn:
+        """As :meth:`draw`, put off until somebody asks: whatever waits then is drawn at once, which is much faster."""
+        drawn = Drawn(self, values)
+        self._waiting.append(drawn)
+        return drawn
+
+    def draw_waiting(self) -> None:
+        """Draw all that waits."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            found = self.draw(np.concatenate([one.values for one in waiting]))
+            ends = np.cumsum([len(one.values) for one in waiting])[:-1]
+            for one, rows in zip(waiting, np.split(found, ends), strict=True):
+                one.rows = rows
 
     def of_draws(self, value: float, drawn: Array) -> Estimate:
         """A figure whose draws were worked out by the caller, shape (draws,). No interval if some are no numbers."""
@@ -109,5 +119,39 @@ class Documents:
         return Estimate(value, float(low), float(high), self.count)
 
     def only(self, domain: str) -> Documents:
-        """The documents of one domain, with draws of their own."""
-        return Documents([domain] * self.of_domain[domain].size, draws=self._draws, seed=self._seed)
+        """The documents of one domain, drawn as they are among all."""
+        index = self.of_domain[domain]
+        found = Documents([domain] * index.size, draws=self.draws, seed=self._seed)
+        if self.spread:
+            found._drawn = self.drawn[index] * len(self.of_domain)
+        return found
+
+
+class Drawn:
+    """Means of several values in every draw, worked out when they are asked for."""
+
+    def __init__(self, documents: Documents, values: Array) -> None:
+        self.documents = documents
+        self.values = values  #: shape (n, documents)
+        self.rows: Array | None = None
+
+    @property
+    def drawn(self) -> Array:
+        """Shape (n, draws)."""
+        if self.rows is None:
+            self.documents.draw_waiting()
+        assert self.rows is not None
+        return self.rows
+
+    @property
+    def estimates(self) -> list[Estimate]:
+        """One for each of the values."""
+        means = self.documents.mean(self.values)
+        return [self.documents.of_draws(float(v), d) for v, d in zip(means, self.drawn, strict=True)]
+
+
+def _times_drawn(n: int, draws: int, seed: tuple[int, int]) -> Array:
+    """How often each of n documents is among n − 1 that are drawn with replacement, shape (n, draws)."""
+    rng = np.random.default_rng(seed)
+    picked = rng.integers(0, n, (n - 1, draws)) * draws + np.arange(draws)
+    return np.bincount(picked.ravel(), minlength=n * draws).reshape(n, draws).astype(np.float64)

@@ -46,6 +46,7 @@ __all__ = [
     "SimulatedTable",
     "Store",
     "Tables",
+    "empty_file",
     "of_one_state",
     "open_tables",
     "schema_of",
@@ -354,11 +355,12 @@ class DuckDB:
 
     def read(self, files: Sequence[Path], empty: pa.Schema) -> ibis.Table:
         if not files:
-            files = [_empty_file(Path(self._scratch.name), empty)]
+            files = [empty_file(Path(self._scratch.name), empty)]
         return self.connection.read_parquet([str(f) for f in files])
 
 
-def _empty_file(folder: Path, schema: pa.Schema) -> Path:
+def empty_file(folder: Path, schema: pa.Schema) -> Path:
+    """A Parquet file in ``folder`` without rows, for engines that read nothing but files."""
     import pyarrow.parquet as pq
 
     path = folder / f"{uuid.uuid4().hex}.parquet"

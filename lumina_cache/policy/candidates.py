@@ -507,6 +507,8 @@ def weigh(
         source="",
         step_seconds=profile.step_seconds,
         horizon=state.horizon,
+        prompt_tokens=state.prompt_tokens,
+        prompt_seconds=profile.prompt_seconds,
         error_mean=state.prediction_error[0],
         error_spread=state.prediction_error[1],
     )
@@ -561,6 +563,7 @@ class _Weighing:
             lost_p95=None if after.lost is None else after.lost[1],
             source=figures.source,
             time_ratio=figures.time_ratio,
+            prompt_ratio=figures.prompt_ratio,
             own_seconds=own_seconds(action, self.touched, self.profile, self.depth),
         )
         return Candidate(action, reasons, inputs, score(inputs, state.weights))

@@ -15,15 +15,16 @@ __all__ = ["Expected", "Lost", "Stored", "evicted", "lost_by", "own_seconds", "s
 
 @dataclass(frozen=True)
 class Expected:
-    """Expected mean KL and its 95th percentile (nats per token), and the ratio of a decode step's time to the dense one's.
+    """Expected mean KL and its 95th percentile (nats per token), and ratios of times to those of the dense cache.
 
     None with the reason in ``source`` where the profile has no figure.
     """
 
     kl: float | None
     p95: float | None
-    time_ratio: float | None
+    time_ratio: float | None  #: of a decode step
     source: str
+    prompt_ratio: float | None = None  #: of a chunk of the prompt
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def stored(groups: Sequence[Group], profile: Profile, lost: Lost | None = (0.0, 
     ours = [g for g in groups if _is_ours(g.held)]
     total = sum(g.held.count for g in ours)
     if not total:
-        return Stored(Expected(0.0, 0.0, 1.0, "exact: no rows were changed"), 1.0)
+        return Stored(Expected(0.0, 0.0, 1.0, "exact: no rows were changed", 1.0), 1.0)
     kept = min(
         (g.held.rows / g.held.offset for g in ours if g.held.kind == "kv" and g.held.evicted), default=1.0
     )
@@ -76,6 +77,7 @@ def stored(groups: Sequence[Group], profile: Profile, lost: Lost | None = (0.0, 
         return Stored(Expected(None, None, None, "no figure for how rows were stored before"), kept)
     kl, p95 = lost
     time: float | None = 0.0
+    prompt: float | None = 0.0
     source = source_of(profile) if kl else "exact: dense and complete"
     for group in ours:
         one = group.held
@@ -84,14 +86,20 @@ def stored(groups: Sequence[Group], profile: Profile, lost: Lost | None = (0.0, 
                 Expected(None, None, None, "no figure for rows that every step reads back from disk"), kept
             )
         ratio: float | None = 1.0
+        chunk: float | None = 1.0
         if not one.layout.dense:
             figure = profile.by_layout.get(one.layout)
             if figure is None:
                 return Stored(Expected(None, None, None, f"no figure for {one.layout}"), kept)
-            source, ratio = source_of(profile), figure.time_at(one.rows)
+            source, ratio, chunk = (
+                source_of(profile),
+                figure.time_at(one.rows),
+                figure.chunk_time_at(one.rows),
+            )
             kl, p95 = kl + figure.kl * group.weight / total, p95 + figure.p95 * group.weight / total
         time = None if time is None or ratio is None else time + ratio * one.count / total
-    return Stored(Expected(kl, p95, time, source), kept)
+        prompt = None if prompt is None or chunk is None else prompt + chunk * one.count / total
+    return Stored(Expected(kl, p95, time, source, prompt), kept)
 
 
 def evicted(base: Stored, profile: Profile, scorer: str | None) -> Expected:
@@ -103,7 +111,7 @@ def evicted(base: Stored, profile: Profile, scorer: str | None) -> Expected:
     if figure is None:
         return Expected(None, None, None, f"no figure for evicting by {scorer}")
     lost, tail = figure.at(base.kept)
-    return Expected(x.kl + lost, x.p95 + tail, x.time_ratio, source_of(profile))
+    return Expected(x.kl + lost, x.p95 + tail, x.time_ratio, source_of(profile), x.prompt_ratio)
 
 
 def source_of(profile: Profile) -> str:

@@ -4,8 +4,8 @@
 
 - Q = D/0.02 + ½·max(0, p95 − 4·D)/0.02 with D the mean KL to the full cache (nats per token) and p95 its 95th
   percentile over tokens. One point is about the damage of plain 4-bit rows.
-- T = ln(t_a/t_0)/ln 1.1 with t_a = the action's own seconds + H decode steps after it, t_0 = H steps of the dense, full
-  cache. One point is 10 % slower.
+- T = ln(t_a/t_0)/ln 1.1 with t_a = the action's own seconds + what is still expected of the prompt + H decode steps after
+  it, t_0 = the same of the dense, full cache. One point is 10 % slower.
 - R = 100·P(overflow): of what is held after the action and the next step, which is predicted exactly, so that P is 0 or
   1; and of the peak while it is carried out, which is predicted with the errors of past predictions.
 
@@ -64,6 +64,13 @@ class Inputs:
     own_seconds: float | None = None  #: of the action itself
     step_seconds: float | None = None  #: of a decode step of the dense, full cache
     horizon: int = 1  #: decode steps that it is held for
+    prompt_tokens: int = 0  #: of the prompt still expected
+    prompt_ratio: float | None = (
+        None  #: of the time of a prompt's chunk after it, over that of the dense, full cache
+    )
+    prompt_seconds: float | None = (
+        None  #: of one token of a prompt with the dense, full cache; None: left out of T
+    )
     error_mean: float = 0.0  #: of ln(observed/predicted) peak bytes so far
     error_spread: float = 0.0
 
@@ -120,10 +127,14 @@ def _quality(x: Inputs) -> float | None:
 def _time(x: Inputs) -> float | None:
     if x.time_ratio is None:
         return None
-    own = 0.0
-    if x.own_seconds and x.step_seconds:
-        own = x.own_seconds / (x.step_seconds * max(1, x.horizon))
-    return float(time_points(x.time_ratio + own))
+    if not x.step_seconds:
+        return float(time_points(x.time_ratio))
+    prompt = x.prompt_tokens * (x.prompt_seconds or 0.0)
+    if prompt and x.prompt_ratio is None:
+        return None
+    steps = x.step_seconds * max(1, x.horizon)
+    seconds = (x.own_seconds or 0.0) + prompt * (x.prompt_ratio or 0.0) + steps * x.time_ratio
+    return float(time_points(seconds / (prompt + steps)))
 
 
 def _risk(x: Inputs) -> float:

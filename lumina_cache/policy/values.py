@@ -56,6 +56,14 @@ class State:
     weights: Weights = field(default=Weights())
     machine: dict[str, Any] | None = None  #: telemetry record
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt that are still expected: none while decoding; within a prompt, whose length nobody says,
+        as many again as were seen, and at least the coming chunk."""
+        if self.tokens <= 1:
+            return 0
+        return max(self.tokens, *(one.offset for one in self.layers)) if self.layers else self.tokens
+
     def to_record(self) -> dict[str, Any]:
         from .candidates import next_layers
 

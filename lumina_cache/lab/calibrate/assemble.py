@@ -69,6 +69,7 @@ class Measured:
     documents: Mapping[str, str]
     quality: Sequence[Record]
     steps: Sequence[Record]
+    chunks: Sequence[Record] = ()
     _cache: dict[Any, Quality | None] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -168,7 +169,8 @@ def assemble(
         evictors=_evictors(grid, core, settings),
         sensitivity=tuple(_short(w) for w in weights),
         seconds_per_byte=seconds,
-        step_seconds=_step_seconds(measured),
+        step_seconds=_dense_seconds(measured.steps),
+        prompt_seconds=_dense_seconds(measured.chunks),
         provenance={
             **provenance,
             "documents": len(whole) or max((q.documents for q in core.values()), default=0),
@@ -180,7 +182,8 @@ def assemble(
             "points": {str(a): q.to_record() for a, q in core.items()},
             "layers": {str(a): q.to_record() for a, q in checked.items() if a in grid.by_layer},
             "assumptions": _assumptions(measured, grid, checked, weights, shape, quality),
-            "time_spread": _time_spread(measured),
+            "time_spread": _time_spread(measured.steps),
+            "chunk_time_spread": _time_spread(measured.chunks),
             "own_work_spread": spread,
             "unmeasured": dict(measured.unmeasured),
             "untimed": dict(measured.untimed),
@@ -201,13 +204,19 @@ def _codecs(grid: Grid, core: Mapping[Action, Quality], measured: Measured) -> I
     for codec in grid.codecs:
         if codec in core:
             found = core[codec]
-            yield CodecFigure(codec, _short(found.kl), _short(found.p95), _times(codec, measured))
+            yield CodecFigure(
+                codec,
+                _short(found.kl),
+                _short(found.p95),
+                _times(codec, measured.steps),
+                _times(codec, measured.chunks),
+            )
 
 
-def _times(codec: Quantize, measured: Measured) -> tuple[tuple[int, float], ...]:
+def _times(codec: Quantize, records: Iterable[Record]) -> tuple[tuple[int, float], ...]:
     return tuple(
         (int(r["context"]), _short(r["ratio"]))
-        for r in measured.steps
+        for r in records
         if r["action"] == str(codec) and r["state"] == "real"
     )
 
@@ -259,8 +268,9 @@ def _own_work(measured: Measured) -> tuple[dict[str, float], dict[str, list[floa
     return middle, spread
 
 
-def _step_seconds(measured: Measured) -> float | None:
-    real = [r for r in measured.steps if r["state"] == "real"]
+def _dense_seconds(records: Iterable[Record]) -> float | None:
+    """Seconds per token of the dense cache's steps or chunks."""
+    real = [r for r in records if r["state"] == "real"]
     if not real:
         return None
     rows = min({int(r["context"]) for r in real}, key=lambda n: abs(n - OWN_WORK_ROWS))
@@ -268,10 +278,10 @@ def _step_seconds(measured: Measured) -> float | None:
     return float(_short(seconds))
 
 
-def _time_spread(measured: Measured) -> dict[str, dict[str, list[float]]]:
+def _time_spread(records: Iterable[Record]) -> dict[str, dict[str, list[float]]]:
     """Action → rows → lower and upper quartile of its paired ratios."""
     found: dict[str, dict[str, list[float]]] = {}
-    for r in measured.steps:
+    for r in records:
         if r["state"] == "real":
             found.setdefault(r["action"], {})[str(r["context"])] = [_short(r["low"]), _short(r["high"])]
     return found

@@ -37,7 +37,7 @@ from .assemble import Measured, assemble, whole_documents
 from .bench import ObservedBench
 from .grid import Grid, ModelShape, grid_of, shape_of
 from .settings import FULL, MOST_DOCUMENTS, Settings, plan_of
-from .times import TIMES, Clock, timings
+from .times import CHUNK, CHUNK_TIMES, CHUNKS, TIMES, Clock, timings
 
 __all__ = ["KIND", "Calibration", "Progress", "calibrate", "records_path"]
 
@@ -213,13 +213,11 @@ class _Run:
 
     def _times(self) -> None:
         actions = self.grid.codecs
-        share = self._timed_work() / max(1, len(self.settings.timed_rows) * len(actions) + 1)
+        share = self._timed_work() / max(1, 2 * len(self.settings.timed_rows) * len(actions) + 1)
         timer = Clock(self.loaded.model, self.used[0].tokens, self.settings, actions)
         before = self.done
         try:
-            for what, record in timings(
-                timer, actions, self.shape.entries, lambda rows, text: self._known(rows, TIMES, text)
-            ):
+            for what, record in timings(timer, actions, self.shape.entries, self._known):
                 if record is None:
                     self._start(what)
                 else:
@@ -241,12 +239,14 @@ class _Run:
             documents={d.name: d.domain for d in self.used},
             quality=[r for n in names for a in (None, *map(str, (*self.grid.core, *self.grid.checks)))
                      if (r := self.store.get(self.settings.context, n, a)) is not None],
-            steps=[r for rows in self.settings.timed_rows for a in self._timed_texts()
-                   if (r := self.store.get(rows, TIMES, a)) is not None],
+            steps=self._timed(TIMES),
+            chunks=self._timed(CHUNK_TIMES),
         )  # fmt: skip
 
-    def _timed_texts(self) -> list[str]:
-        return [*map(str, self.grid.codecs), f"offload:layers=0-{self.shape.entries - 1}"]
+    def _timed(self, document: str) -> list[dict[str, Any]]:
+        texts = [*map(str, self.grid.codecs), f"offload:layers=0-{self.shape.entries - 1}"]
+        found = (self.store.get(rows, document, text) for rows in self.settings.timed_rows for text in texts)
+        return [record for record in found if record is not None]
 
     def _put(self) -> Profile:
         profile = assemble(self._measured(), self.grid, self.shape, self.settings, self._provenance())
@@ -316,7 +316,9 @@ class _Run:
 
     def _timed_work(self) -> float:
         rows = self.settings.timed_rows
-        return max(rows) + len(rows) * len(self.grid.codecs) * 8.0 * self.settings.timed_steps
+        return max(rows) + len(rows) * len(self.grid.codecs) * (
+            8.0 * self.settings.timed_steps + CHUNK * CHUNKS
+        )
 
 
 def _blas() -> str | None:

@@ -20,10 +20,14 @@ from ..compare import interleaved_rates
 from ..evaluate.measure import read_prompt
 from .settings import Settings
 
-__all__ = ["TIMES", "Clock", "timings"]
+__all__ = ["CHUNK", "CHUNKS", "CHUNK_TIMES", "TIMES", "Clock", "timings"]
 
 #: Stands where records of documents have the document's name.
 TIMES = "times"
+CHUNK_TIMES = "times of chunks"
+
+#: Tokens of a timed chunk of a prompt, and how many of them: long enough that a layout's work per chunk shows.
+CHUNK, CHUNKS = 64, 3
 
 #: Rows at which actions' own work is measured, and a dense step's seconds: the nearest that is timed.
 OWN_WORK_ROWS = 1024
@@ -68,11 +72,18 @@ class Clock:
 
     def step(self, action: Action) -> dict[str, Any]:
         """Record of decode steps after ``action``, beside the dense cache. Refusals have a reason and no figure."""
+        return self._record(action, TIMES, self.settings.timed_steps, 1)
+
+    def chunk(self, action: Action) -> dict[str, Any]:
+        """The same of chunks of a prompt; ``dense_seconds`` is that of one token."""
+        return self._record(action, CHUNK_TIMES, CHUNKS, CHUNK)
+
+    def _record(self, action: Action, document: str, rounds: int, chunk: int) -> dict[str, Any]:
         reaches = self.hooked is not None and action.rung >= Rung.HOOK
         dense, other = detached_copy(self.full), detached_copy(self.hooked if reaches else self.full)
-        base = {"kind": "step", "document": TIMES, "context": self._filled, "action": str(action)}
+        base = {"kind": "step", "document": document, "context": self._filled, "action": str(action)}
         try:
-            return {**base, "state": "real", **self._timed(dense, other, action)}
+            return {**base, "state": "real", **self._timed(dense, other, action, rounds, chunk)}
         except ActionInfeasibleError as error:
             reasons = [{"code": "refused", "text": str(error)}]
             return {**base, "state": "backend_infeasible", "reasons": reasons}
@@ -82,14 +93,16 @@ class Clock:
             for cache in (dense, other):
                 cache.close()
 
-    def _timed(self, dense: LuminaCache, other: LuminaCache, action: Action) -> dict[str, Any]:
+    def _timed(
+        self, dense: LuminaCache, other: LuminaCache, action: Action, rounds: int, chunk: int
+    ) -> dict[str, Any]:
         live = other.observe().nbytes_live
         applied = other.apply(action)
         # The first step of each side allocates and is not counted.
-        tokens = [self.tokens[i % len(self.tokens)] for i in range(self.settings.timed_steps + 1)]
+        tokens = [self.tokens[i % len(self.tokens)] for i in range(rounds * chunk + 1)]
         for cache in (dense, other):
             read_prompt(self.model, cache, (tokens[0],), 1)
-        rates = interleaved_rates(self.model, dense, other, tokens[1:], chunk=1)
+        rates = interleaved_rates(self.model, dense, other, tokens[1:], chunk=chunk)
         return {
             "ratio": rates.ratio,
             "low": rates.ratio_low,
@@ -102,27 +115,30 @@ class Clock:
 
 
 def timings(
-    clock: Clock, actions: Sequence[Action], layers: int, known: Callable[[int, str], bool]
+    clock: Clock, actions: Sequence[Action], layers: int, known: Callable[[int, str, str], bool]
 ) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Records of every action at every number of rows, as they are measured; None before each, for whoever waits.
 
     Args:
         layers: entries of the model's cache, all of which are moved to disk once.
-        known: whether (rows, action) need not be measured again.
+        known: whether (rows, document, action) need not be measured again.
     """
     rows = sorted(clock.settings.timed_rows)
     own = min(rows, key=lambda n: abs(n - OWN_WORK_ROWS))
     for n in rows:
         wanted = [*actions, *([Offload("layers", layers=(0, layers - 1))] if n == own else [])]
-        due = [action for action in wanted if not known(n, str(action))]
+        due: list[tuple[Action, Callable[[Action], dict[str, Any]]]] = [
+            (action, clock.step) for action in wanted if not known(n, TIMES, str(action))
+        ]
+        due += [(action, clock.chunk) for action in actions if not known(n, CHUNK_TIMES, str(action))]
         if not due:
             continue
         yield f"{n} rows", None
         clock.fill(n)
-        for action in due:
+        for action, measure in due:
             what = f"{n} rows  {action}"
             yield what, None
-            yield what, clock.step(action)
+            yield what, measure(action)
 
 
 def median_and_quartiles(values: Sequence[float]) -> tuple[float, float, float]:

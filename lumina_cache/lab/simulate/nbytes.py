@@ -40,7 +40,10 @@ def bytes_of(layers: Iterable[tuple[Any, LayerRows | Held | None]]) -> Analytic:
         for one in (left,) if isinstance(left, Held) else _parts(left):
             in_16_bits = evolve(one, itemsize=_SIXTEEN_BITS)
             live, allocated = live + nbytes_live([one]), allocated + nbytes_allocated([one])
-            live16, allocated16 = live16 + nbytes_live([in_16_bits]), allocated16 + nbytes_allocated([in_16_bits])
+            live16, allocated16 = (
+                live16 + nbytes_live([in_16_bits]),
+                allocated16 + nbytes_allocated([in_16_bits]),
+            )
     return Analytic(live, allocated, live16, allocated16)
 
 
@@ -54,7 +57,14 @@ def _of_group(group: Group, rows: LayerRows) -> Iterator[Held]:
     if group.coarse is not None:
         n = group.coarse.rows
         yield evolve(
-            storage, layout=group.coarse.layout, rows=n, capacity=n, head=0, tail=0, tail_capacity=0, fixed_nbytes=0
+            storage,
+            layout=group.coarse.layout,
+            rows=n,
+            capacity=n,
+            head=0,
+            tail=0,
+            tail_capacity=0,
+            fixed_nbytes=0,
         )
         storage = evolve(storage, rows=storage.rows - n, capacity=storage.capacity - n)
     if rows.fetched is None:
@@ -69,5 +79,12 @@ def _of_group(group: Group, rows: LayerRows) -> Iterator[Held]:
         bounds = 2 * (storage.sealed // PAGE)
         dense = type(storage.layout)()
         yield evolve(
-            storage, layout=dense, rows=bounds, capacity=bounds, value_width=0, head=0, tail=0, tail_capacity=0
+            storage,
+            layout=dense,
+            rows=bounds,
+            capacity=bounds,
+            value_width=0,
+            head=0,
+            tail=0,
+            tail_capacity=0,
         )

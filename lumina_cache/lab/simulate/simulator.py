@@ -102,7 +102,9 @@ class Simulator:
         self._model = bench.model
         self._full = tuple(leaves(list(bench.full)))
         if any(getattr(layer, "changed", False) for layer in self._full):
-            raise SimulationError("the bench's full cache was changed by an action; simulate on an unchanged one")
+            raise SimulationError(
+                "the bench's full cache was changed by an action; simulate on an unchanged one"
+            )
         self._provenance = provenance or provenance_of(bench)
         self._profile = None if profile is None or profile.borrowed else profile
         self._state = State(
@@ -214,15 +216,15 @@ class Simulator:
             case Offload(how="quest"):
                 storage = now.groups[0].storage
                 if any(g.storage.sealed < PAGE for g in now.groups):
-                    raise SimulationError(f"{part}: {now.name} holds {storage.rows} rows, and a page is {PAGE}")
+                    raise SimulationError(
+                        f"{part}: {now.name} holds {storage.rows} rows, and a page is {PAGE}"
+                    )
                 pages = storage.sealed // PAGE
                 return replace(now, fetched=Fetched("quest", max(1, round((part.ratio or 0) * pages)), PAGE))
             case Reclaim() | Reserve() | Page() | Offload():
                 return replace(
                     now,
-                    groups=tuple(
-                        replace(g, storage=after_action([g.storage], part)[0]) for g in now.groups
-                    ),
+                    groups=tuple(replace(g, storage=after_action([g.storage], part)[0]) for g in now.groups),
                 )
         raise SimulationError(f"there is no forward for {part}")
 
@@ -257,7 +259,9 @@ class Simulator:
         scores = now.seen.scores("h2o", group.keys, group.values, group.positions)
         head = min(fine.sinks, group.rows)
         sealed = fine.sealable(group.rows - head)
-        best = mx.argsort(scores[..., head : head + sealed], axis=-1)[..., sealed - round(_IMPORTANT * sealed) :]
+        best = mx.argsort(scores[..., head : head + sealed], axis=-1)[
+            ..., sealed - round(_IMPORTANT * sealed) :
+        ]
         return replace(now, groups=(mixed(group, coarse, fine, mx.sort(best, axis=-1)),))
 
     def _check_protected(self, layer: KVCache, parts: Sequence[Action]) -> None:
@@ -322,7 +326,9 @@ class Simulator:
                 f"({float(kl.mean()):.2g} nats per token): it cannot be simulated in one forward"
             )
         if missing:
-            return logprobs, SimulationError(f"the attention of {missing[0]} is not seen, so nothing is known of its future")
+            return logprobs, SimulationError(
+                f"the attention of {missing[0]} is not seen, so nothing is known of its future"
+            )
         return logprobs, watch.sums
 
     # -- the forward ------------------------------------------------------------------------------------------------
@@ -341,9 +347,7 @@ class Simulator:
 
     def _quality(self, layers: _Layers) -> Quality:
         task = self.bench.task
-        whole = all(
-            left is None or (isinstance(left, LayerRows) and left.whole) for left in layers.left
-        )
+        whole = all(left is None or (isinstance(left, LayerRows) and left.whole) for left in layers.left)
         if whole:
             return quality_of(np.zeros(len(task.fed)), top1=1.0, nll_change=0.0)
         _ = self._reference  # the model has to be one that can be fed at once
@@ -390,7 +394,14 @@ class _Sums:
         self._rows = rows
 
     def observe(
-        self, layer: Any, queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, sinks: mx.array | None
+        self,
+        layer: Any,
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
     ) -> tuple[mx.array, ...]:
         sums, _ = attended_sums(queries, keys, scale, mask, sinks)
         self.sums[layer.name] = sums[..., : self._rows[layer.name]]
@@ -426,7 +437,9 @@ def _check_dims(part: Action, layout: Layout, storage: Held) -> None:
     if why is not None:
         raise SimulationError(f"{part}: {storage.name}: {why}; choose another group size or codec")
     if storage.rows < layout.sinks:
-        raise SimulationError(f"{part}: {storage.name} holds {storage.rows} rows, of which {layout.sinks} are to stay dense")
+        raise SimulationError(
+            f"{part}: {storage.name} holds {storage.rows} rows, of which {layout.sinks} are to stay dense"
+        )
 
 
 def _rebuilt(entry: Any, make: Callable[[Any], Any]) -> Any:
@@ -466,7 +479,9 @@ def _reached(model: Any) -> Hookable:
     return known
 
 
-def provenance_of(bench: Bench, *, source: str = "campaign", run: str = "", model_name: str = "") -> Provenance:
+def provenance_of(
+    bench: Bench, *, source: str = "campaign", run: str = "", model_name: str = ""
+) -> Provenance:
     """Where figures on this bench come from."""
     installation = probe_installation()
     return Provenance(

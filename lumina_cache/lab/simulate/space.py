@@ -162,9 +162,7 @@ def space(
     )
     chosen = [a for a in everything if _simulated(a)]
     quantized = [a for a in chosen if isinstance(a, Quantize)]
-    random = [
-        Evict("random", ratio=r, seed=seed) for r in ratios for seed in PLACEBO_SEEDS if seed
-    ]
+    random = [Evict("random", ratio=r, seed=seed) for r in ratios for seed in PLACEBO_SEEDS if seed]
     ceilings: list[Action] = [Foresight(how, r) for how in FORESIGHTS for r in ratios]
     ceilings += [
         Composite((Foresight(how, r), q))
