@@ -391,9 +391,7 @@ def calibrate_queries(
     directions: Annotated[
         int, typer.Option(help="Directions to keep of each head's covariance, for expected_bank.", min=0)
     ] = 0,
-    documents: Annotated[
-        int, typer.Option(help="Most documents of 1,024 tokens to read.", min=1)
-    ] = 12,
+    documents: Annotated[int, typer.Option(help="Most documents of 1,024 tokens to read.", min=1)] = 12,
     out: Annotated[
         Path | None,
         typer.Option(help="The bank's file. Default: in the state directory, where it is found again."),

@@ -10,10 +10,10 @@ import numpy as np
 
 from .actions import Action, Evict
 from .backend.capabilities import ROW_CHOICE
+from .bank import NO_BANK
 from .estimate import Held, after_action, guarded_rows, kept_of, split_kept
 from .layers import KVCache
 from .rows import Pinned
-from .bank import NO_BANK
 from .scorers import SCORERS, Scorer, protected_rows, select
 from .scorers.banked import BANKED
 from .scorers.observed import OBSERVED

@@ -26,7 +26,9 @@ class LayerStatistics:
     turned_at: int
     turned: mx.array  #: (Hq, D) float32
     mean: mx.array | None = None  #: (Hq, D) float32 of all queries
-    spread: mx.array | None = None  #: (Hq, R, D) float32: their covariance is spreadᵀ·spread, but for what R is too few for
+    spread: mx.array | None = (
+        None  #: (Hq, R, D) float32: their covariance is spreadᵀ·spread, but for what R is too few for
+    )
     sinks: mx.array | None = None  #: (Hq,) logits of a row without value
 
     @property

@@ -43,7 +43,9 @@ class CaptureSettings:
     documents: int = 12  #: most of them
     length: int = 1024  #: of a document
     shortest: int = 128  #: documents with fewer tokens are left out
-    skipped: int = 16  #: first queries of each document that do not count: attention sinks are none of the usual ones
+    skipped: int = (
+        16  #: first queries of each document that do not count: attention sinks are none of the usual ones
+    )
     chunk: int = 512
     seed: int = 0
 
@@ -168,7 +170,9 @@ def _reached(model: Any) -> tuple[dict[str, Rotation], dict[str, str]]:
         if layer.reason is not None:
             refused[layer.name] = layer.reason
         elif not layer.direct:
-            refused[layer.name] = "attention reads other keys than those held, so its queries do not go with them"
+            refused[layer.name] = (
+                "attention reads other keys than those held, so its queries do not go with them"
+            )
         elif layer.name not in turned:
             refused[layer.name] = "how its queries are rotated could not be told"
         else:
