@@ -78,8 +78,9 @@ def why_unforeseen(layer: KVCache, action: Evict) -> str | None:
     """Why the scorer of ``action`` has no query bank to rank the rows of ``layer`` by; None if it has, or needs none."""
     if action.scorer not in BANKED or layer.rows == 0:
         return None
-    if layer.banks is None:
-        return NO_BANK
+    lacking = NO_BANK if layer.banks is None else layer.banks.lacking
+    if lacking is not None or layer.banks is None:
+        return lacking
     why = layer.banks.why_not(layer.name)
     return None if why is None else f"{layer.name}: {why}"
 

@@ -197,8 +197,9 @@ class Reach:
 
     def _foreseen(self, layers: Sequence[Any]) -> Outcome:
         """Whether there is a query bank of the model, and what of ``layers`` is not in it."""
-        if self._banks is None:
-            return Outcome(False, NO_BANK)
+        lacking = NO_BANK if self._banks is None else self._banks.lacking
+        if lacking is not None or self._banks is None:
+            return Outcome(False, lacking)
         rows = [layer for layer in layers if isinstance(layer, KVCache)]
         return _all_but((layer.name, self._banks.why_not(layer.name)) for layer in rows)
 

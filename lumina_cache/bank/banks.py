@@ -66,6 +66,11 @@ class Banks:
         """What is known of the layer of that name; None where :meth:`why_not` says why."""
         return self._layers().get(name)
 
+    @property
+    def lacking(self) -> str | None:
+        """Why there is nothing of any layer; None if there is."""
+        return None if self._layers() or self._refused else self._none
+
     def why_not(self, name: str) -> str | None:
         """Why nothing is known of the queries of the layer ``name``; None if they are known."""
         if name in self._layers():
