@@ -189,6 +189,27 @@ def test_an_action_that_was_not_measured_everywhere_is_named_and_not_chosen(tmp_
     assert cells.states == 18
 
 
+def test_a_document_at_which_a_campaign_was_cut_short_is_left_out_and_named(tmp_path):
+    store = Store(tmp_path)
+    for one in observations(SPACE, Setting(documents=3)):
+        if one.state.document != "prose:2" or one.what.action in ("keep", "native"):
+            store.append([one])
+    tables = open_tables(store)
+    cells = cells_of(tables.simulated, strata_of(tables.simulated)[0], draws=500)
+    assert (len(cells.documents), cells.missing) == (8, ())
+    assert "prose:2: left out, as 2 of 6 actions were measured on it in every state" in cells.notes
+
+
+def test_a_stratum_in_which_nothing_is_complete_says_so(tmp_path):
+    store = Store(tmp_path)
+    everything = observations(SPACE, Setting(documents=2))
+    store.append(o for i, o in enumerate(everything) if i % 7 != 0)
+    (stratum,) = analyse(store, settings=FEW).simulated.strata
+    assert len(stratum.missing) == len(SPACE)
+    assert "no action was measured in every state" in stratum.notes
+    assert all(g.points is None and g.why for g in stratum.gaps)
+
+
 def test_an_action_that_lacks_one_of_a_documents_states_is_missing_there(tmp_path):
     store = Store(tmp_path)
     everything = observations(SPACE, Setting(documents=3, seeds=2))
@@ -197,6 +218,32 @@ def test_an_action_that_lacks_one_of_a_documents_states_is_missing_there(tmp_pat
     tables = open_tables(store)
     cells = cells_of(tables.simulated, strata_of(tables.simulated)[0], draws=500)
     assert [(m.action, m.documents) for m in cells.missing] == [("cache", 8)]
+    assert cells.missing[0].why == "not measured in every state"
+
+
+def test_as_many_states_that_are_others_are_not_the_same_states(tmp_path):
+    store = Store(tmp_path)
+    everything = observations(SPACE, Setting(documents=2, seeds=3))
+    store.append(o for o in everything if not (o.what.action == "cache" and o.state.seed == 0))
+    tables = open_tables(store)
+    cells = cells_of(tables.simulated, strata_of(tables.simulated)[0], draws=500)
+    assert {m.action for m in cells.missing} == {"cache"}
+    assert cells.states == 18
+
+
+def test_an_action_without_figures_of_both_halves_is_missing(tmp_path):
+    store = Store(tmp_path)
+    for one in observations(SPACE, Setting(documents=2)):
+        if one.what.action == "cache":
+            quality = replace(one.measured.quality, kl_half1=None, p95_half1=None)
+            one = replace(one, measured=replace(one.measured, quality=quality))
+        store.append([one])
+    tables = open_tables(store)
+    cells = cells_of(tables.simulated, strata_of(tables.simulated)[0], draws=500)
+    assert [(m.action, m.why) for m in cells.missing] == [
+        ("cache", "no figures of both halves of the tokens")
+    ]
+    assert cells.tail
 
 
 def test_an_action_is_of_the_deepest_rung_that_it_needed_on_any_document(tmp_path):
@@ -588,7 +635,7 @@ TAKERS = {
     "of_one_state": lumina_cache.gap.store.of_one_state,
 }
 #: Public functions that are given no observations of a state: stores keep the states apart, and the rest are of one row.
-OTHERS = {"analyse", "together_needed", "from_row", "quality_of", "open_tables", "schema_of"}
+OTHERS = {"analyse", "empty_file", "together_needed", "from_row", "quality_of", "open_tables", "schema_of"}
 ANY = made(np.ones((2, 2, 6)), [0, 1])
 
 

@@ -63,12 +63,17 @@ def the_group(rows: LayerRows, action: Any) -> Group:
     return rows.groups[0]
 
 
-def evicted(rows: LayerRows, action: Evict, kept: int) -> LayerRows:
-    """The layer with ``kept`` rows (tokens) of each head, or as many on average where the scorer is a ragged one."""
+def evicted(rows: LayerRows, action: Evict, kept: int, scores: mx.array | None = None) -> LayerRows:
+    """The layer with ``kept`` rows (tokens) of each head, or as many on average where the scorer is a ragged one.
+
+    Args:
+        scores: the :func:`ranking` of these rows, where it is known already.
+    """
     group = the_group(rows, action)
     if kept >= group.rows:
         return rows
-    scores = ranking(rows, action)
+    if scores is None:
+        scores = ranking(rows, action)
     if action.scorer in RAGGED:
         stay = protected_rows(group.positions, action.sinks, action.recent, ())
         return kept_of_all_heads(rows, action, scores, stay, kept, max(1, int(_SAFE * kept)))
@@ -97,7 +102,6 @@ def kept_by_ranking(rows: LayerRows, action: Evict, scores: mx.array, kept: int)
 
 
 def _left_with(rows: LayerRows, index: mx.array, group: Group) -> LayerRows:
-    mx.eval(group.positions, group.keys, group.values)
     if rows.seen is None:
         return replace(rows, groups=(group,))
     seen = rows.seen.gather(np.array(index), rows.groups[0].rows)
@@ -122,7 +126,6 @@ def kept_of_all_heads(
     for one, chosen in zip(split_heads(group), index, strict=True):
         [storage] = after_action([one.storage], Evict("random", rows=chosen.size, sinks=0))
         groups.append(selected(one, mx.array(chosen[None, None], mx.int32), storage))
-    mx.eval([(g.positions, g.keys, g.values) for g in groups])
     # What was seen cannot follow rows that are not the same number for every head.
     return replace(rows, groups=tuple(groups), seen=None)
 

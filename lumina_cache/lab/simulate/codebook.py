@@ -3,7 +3,7 @@
 TurboQuant, arXiv:2504.19874 (its mean-square-error form): a row x (D) is rotated at random, here by signs drawn once and a
 Walsh–Hadamard transform, after which each coordinate of a vector of length √D follows ``f(y) ∝ (1 − y²/D)^((D−3)/2)``. The
 levels are those of Lloyd and Max (IEEE Trans. Inf. Theory 28, 1982) for that density: each the mean of what is nearest
-to it. Stored are b bits per element and one scale ``‖group‖/√g`` per ``group_size`` elements; the paper's rows are one group.
+to it. Stored are b bits per element and one scale ``‖group‖/√g`` per ``group_size`` elements (in the paper, per row).
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from ...methods import METHODS
 __all__ = ["CODEBOOKS", "Codebook", "levels"]
 
 _STEPS = 300
-_GRID = 20_001
+_GRID = 20_000  #: even, so that no point lies on the border between two levels
+_FARTHEST = 9.0  #: standard deviations; of a normal variable nothing to speak of lies beyond
 
 
 @lru_cache(maxsize=32)
 def levels(bits: int, dim: int) -> npt.NDArray[np.float64]:
     """The 2ᵇ levels, ascending, for a coordinate of a random vector of length √dim in ``dim`` dimensions."""
-    y = np.linspace(-np.sqrt(dim), np.sqrt(dim), _GRID)[1:-1]
+    farthest = min(np.sqrt(dim), _FARTHEST)
+    y = np.linspace(-farthest, farthest, _GRID)[1:-1]
     density = np.exp((dim - 3) / 2 * np.log1p(-(y**2) / dim))
     # From the quantiles on, so that every level has something nearest to it.
     mass = np.cumsum(density) / density.sum()
-    found = np.interp((np.arange(2**bits) + 0.5) / 2**bits, mass, y)
+    found: npt.NDArray[np.float64] = np.interp((np.arange(2**bits) + 0.5) / 2**bits, mass, y)
     for _ in range(_STEPS):
         cell = np.searchsorted((found[1:] + found[:-1]) / 2, y)
         weight = np.bincount(cell, density, found.size)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
+import numpy as np
 
 if TYPE_CHECKING:
     from .held import Group, LayerRows
@@ -24,11 +25,11 @@ PAGE = 16
 
 
 def shown(effect: LayerRows, queries: mx.array, scale: float, rows: int, width: int) -> mx.array:
-    """(1, H, N, width) bool: the columns that each query's step has fetched; those behind ``rows`` are all there.
+    """(1, H, N, width) bool: of the first ``rows`` columns those that each query's step has fetched, and all others.
 
     Args:
         queries: (1, Hq, N, D).
-        rows: columns of the full cache.
+        rows: columns of the rows held; groups with fewer are padded behind theirs.
     """
     assert effect.fetched is not None
     n_heads, n_kv_heads = queries.shape[1], effect.groups[-1].end
@@ -38,9 +39,7 @@ def shown(effect: LayerRows, queries: mx.array, scale: float, rows: int, width: 
         own = queries[:, group.first * per_head : group.end * per_head]
         own = own.reshape(1, group.heads, per_head, *queries.shape[2:])
         chosen = _chosen(group, own, scale, effect.fetched.how, effect.fetched.count, effect.fetched.page)
-        where = mx.broadcast_to(group.positions[:, :, None], chosen.shape)
-        hidden = mx.zeros((*chosen.shape[:3], rows), mx.bool_)
-        found.append(mx.put_along_axis(hidden, where, chosen, axis=3))
+        found.append(mx.pad(chosen, [(0, 0), (0, 0), (0, 0), (0, rows - group.rows)]))
     joined = found[0] if len(found) == 1 else mx.concatenate(found, axis=1)
     there = mx.ones((*joined.shape[:3], width - rows), mx.bool_)
     return mx.concatenate([joined, there], axis=3)
@@ -60,12 +59,21 @@ def _chosen(group: Group, queries: mx.array, scale: float, how: str, count: int,
         scores = scale * (queries @ group.keys[:, :, None].swapaxes(-1, -2))
         weights = mx.softmax(scores.astype(mx.float32), axis=-1).mean(axis=2)
         worth = weights[..., first : first + pages * page]
-    best = mx.argsort(worth, axis=-1)[..., max(0, pages - count) :]
-    chosen = mx.put_along_axis(mx.zeros(worth.shape, mx.bool_), best, mx.array(True), axis=3)
+    chosen = _greatest(worth, count)
     inside = mx.repeat(chosen, page, axis=3) if page > 1 else chosen
     before = mx.ones((*inside.shape[:3], first), mx.bool_)
     behind = mx.ones((*inside.shape[:3], group.rows - first - pages * page), mx.bool_)
     return mx.concatenate([before, inside, behind], axis=3)
+
+
+def _greatest(worth: mx.array, count: int) -> mx.array:
+    """bool, of the shape of ``worth``: the ``count`` greatest along the last axis. Computed at once, by numpy."""
+    found = np.array(worth)
+    if count >= found.shape[-1]:
+        return mx.ones(worth.shape, mx.bool_)
+    chosen = np.zeros(found.shape, dtype=bool)
+    np.put_along_axis(chosen, np.argpartition(found, -count, axis=-1)[..., -count:], True, axis=-1)
+    return mx.array(chosen)
 
 
 def page_bounds(keys: mx.array, page: int) -> tuple[mx.array, mx.array]:

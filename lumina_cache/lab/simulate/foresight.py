@@ -15,7 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...actions import Action, Composite, parse_action
-from ...backend.capabilities import Rung
 from ...errors import ActionSyntaxError
 
 __all__ = ["FORESIGHTS", "Foresight", "foresees", "parse"]
@@ -42,11 +41,6 @@ class Foresight(Action):
             raise ActionSyntaxError(f"{_PREFIX}{self.how}: no such oracle; known: {', '.join(FORESIGHTS)}")
         if not 0.0 < self.ratio < 1.0:
             raise ActionSyntaxError(f"{self}: the ratio kept must lie between 0 and 1")
-
-    @property
-    def rung(self) -> Rung:
-        """The deepest there is, since the value needs one: nothing executes an oracle."""
-        return Rung.TRAINED
 
     @property
     def lossy(self) -> bool:

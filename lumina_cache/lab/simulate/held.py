@@ -50,7 +50,7 @@ class Group:
     keys: mx.array  #: (1, h, R, D) as attention reads them
     values: mx.array  #: (1, h, R, Dv)
     storage: Held  #: the same as numbers; its layout is that of rows to come
-    encoded: bool = False  #: whether keys or values differ from the layer's own
+    encoded: bool = False  #: whether keys or values differ from the layer's own anywhere
     coarse: Coarse | None = None
 
     @property

@@ -1,10 +1,12 @@
 """Attention that sees a full cache as if an action had been taken: the cache objects, and who answers their attention.
 
-An imposed layer keeps every row of the full cache. Rows that the action encodes are replaced by what comes back from the
-codec, rows that it drops are masked for the heads that drop them. All scored tokens go through in one forward, although
-in a real run they come in steps, and a dense newest row is sealed behind one of them: such a row is there twice, dense
-and as decoded, and the mask shows each query the one that it would have seen. Both are exact: attention does not mind
-where a row lies, only which rows there are.
+The cache stays full: an imposed layer counts every row, so positions, offsets and the model's own masks are those of the
+full cache. What it hands to attention are the rows that each head would still hold, as they would be read: decoded
+where they would be encoded. Padding, where heads hold different numbers of rows, is masked.
+
+All scored tokens go through in one forward, although in a real run they come in steps, and a dense newest row is sealed
+behind one of them: such a row is handed over twice, dense and decoded, and the mask shows each query the one that it
+would have seen. Nothing of this is an approximation: attention does not mind where a row lies, only which rows there are.
 """
 
 from __future__ import annotations
@@ -40,166 +42,153 @@ class _Sealing:
 
 
 class ImposedLayer(KVCache):
-    """The full rows of one layer with an action imposed on them. For one forward of ``tokens`` tokens."""
+    """What an action leaves of a layer of ``offset`` rows. For one forward of ``tokens`` tokens."""
 
-    def __init__(
-        self, name: str, keys: mx.array, values: mx.array, effect: LayerRows, tokens: int, block: int
-    ) -> None:
+    def __init__(self, name: str, offset: int, effect: LayerRows, tokens: int, block: int) -> None:
         """
         Args:
-            keys, values: (1, H, T, D), all of the layer's rows; they are not written to.
+            offset: rows (tokens) of the full cache.
             block: tokens that would come at a time.
         """
         super().__init__()
-        self.name, self.offset = name, keys.shape[2]
+        self.name, self.offset = name, offset
         self.effect = effect
-        self.full_rows = keys.shape[2]
-        self._full = keys, values
+        self._full_rows = offset
         self._block = block
-        self._sealing: tuple[_Sealing, ...] = ()
-        if effect.layout.unit > 1:
-            self._sealing = tuple(
-                _Sealing(g, sealed_after(effect.layout, g.tail, tokens, block)) for g in effect.groups
-            )
+        self._widest = max(g.rows for g in effect.groups)
+        seals = effect.layout.unit > 1
+        self._sealing = tuple(
+            _Sealing(g, sealed_after(effect.layout, g.tail, tokens, block)) for g in effect.groups if seals
+        )
+        self._again = max((one.count for one in self._sealing), default=0)
+
+    # -- the rows: (1, H, R + N + P, D), those held, those that come, and those sealed meanwhile once more ----------------
 
     def _append(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self.offset += keys.shape[2]
-        held_keys, held_values = (self._scattered(side) for side in (0, 1))
-        layout = self.effect.layout
+        layout, groups = self.effect.layout, self.effect.groups
+        held_keys = _by_heads([_padded(g.keys, self._widest) for g in groups])
+        held_values = _by_heads([_padded(g.values, self._widest) for g in groups])
         if layout.unit == 1 and not layout.dense:
-            new_keys, new_values = round_trip(layout, keys, values)
-            return _joined(held_keys, new_keys), _joined(held_values, new_values)
-        more_keys, more_values = self._sealed_again(keys, values)
-        return _joined(held_keys, keys, more_keys), _joined(held_values, values, more_values)
+            keys, values = round_trip(layout, keys, values)
+        pieces_keys, pieces_values = [held_keys, keys], [held_values, values]
+        if self._again:
+            again = [self._sealed_again(one, keys, values) for one in self._sealing]
+            pieces_keys.append(_by_heads([k for k, _ in again]))
+            pieces_values.append(_by_heads([v for _, v in again]))
+        return mx.concatenate(pieces_keys, axis=2), mx.concatenate(pieces_values, axis=2)
 
-    def _scattered(self, side: int) -> mx.array:
-        """All rows of the full cache, those held by a group as they are held there."""
-        full = self._full[side]
-        if not any(g.encoded for g in self.effect.groups):
-            return full
-        pieces = []
-        for group in self.effect.groups:
-            rows = (group.keys, group.values)[side]
-            own = full[:, group.first : group.end]
-            if group.rows < own.shape[2]:
-                where = mx.broadcast_to(group.positions[..., None], rows.shape)
-                rows = mx.put_along_axis(own, where, rows, axis=2)
-            pieces.append(rows)
-        return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
-
-    def _sealed_again(self, keys: mx.array, values: mx.array) -> tuple[mx.array | None, mx.array | None]:
-        """The rows that are sealed on the way, decoded: (1, H, P, D), padded where heads seal different numbers."""
-        widest = max((one.count for one in self._sealing), default=0)
-        if widest == 0:
-            return None, None
-        pieces: list[tuple[mx.array, mx.array]] = []
-        for one in self._sealing:
-            group, n = one.group, one.count
-            here = slice(group.first, group.end)
-            pending = (
-                mx.concatenate([rows[:, :, group.rows - group.tail :], new[:, here]], axis=2)[:, :, :n]
-                for rows, new in ((group.keys, keys), (group.values, values))
-            )
-            decoded = round_trip(group.layout, *pending) if n else (keys[:, here, :0], values[:, here, :0])
-            pad = [(0, 0), (0, 0), (0, widest - n), (0, 0)]
-            pieces.append((mx.pad(decoded[0], pad), mx.pad(decoded[1], pad)))
-        if len(pieces) == 1:
-            return pieces[0]
-        return mx.concatenate([k for k, _ in pieces], axis=1), mx.concatenate([v for _, v in pieces], axis=1)
+    def _sealed_again(self, one: _Sealing, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """The rows of a group that are sealed on the way, decoded and padded: (1, h, P, D)."""
+        group, n = one.group, one.count
+        here, tail = slice(group.first, group.end), slice(group.rows - group.tail, None)
+        sealed = (
+            mx.concatenate([held[:, :, tail], new[:, here]], axis=2)[:, :, :n]
+            for held, new in ((group.keys, keys), (group.values, values))
+        )
+        decoded = round_trip(group.layout, *sealed) if n else tuple(sealed)
+        return _padded(decoded[0], self._again), _padded(decoded[1], self._again)
 
     # -- what each query sees ---------------------------------------------------------------------------------------
 
     def mask(self, queries: mx.array, scale: float, mask: Any) -> Any:
-        """The model's ``mask`` of T + N columns with the action's effect in it, for the rows that were returned.
+        """The model's ``mask`` of T + N columns as one of the columns that were handed over, added to the scores.
 
-        ``"causal"`` and None stay what they are where no row is hidden or there twice.
+        ``"causal"`` and None stay what they are where every column is seen.
         """
-        new = queries.shape[2]
-        hidden, widest = self._hidden(), max((one.count for one in self._sealing), default=0)
-        if not hidden and widest == 0 and self.effect.fetched is None:
+        new, groups = queries.shape[2], self.effect.groups
+        even = all(g.rows == self._widest for g in groups)
+        plain = mask is None or isinstance(mask, str)
+        if plain and even and not self._again and self.effect.fetched is None:
             return mask
-        n_heads = self._full[0].shape[1]
-        given = _four_axes(mask, new, self.full_rows + new)
-        visible = mx.array(self._visible(new, widest))
-        if widest:
-            columns = mx.array(self._columns(widest))
-            given = _with_columns(given, columns, n_heads, queries.shape[1])
+        visible = mx.array(self._visible(new))
         if self.effect.fetched is not None:
-            visible = visible & shown(self.effect, queries, scale, self.full_rows, visible.shape[-1])
-        per_query_head = visible
-        if visible.shape[1] > 1:
-            per_query_head = mx.repeat(visible, queries.shape[1] // n_heads, axis=1)
-        if given.dtype == mx.bool_:
-            return given & per_query_head
-        return mx.where(per_query_head, given, mx.array(mx.finfo(given.dtype).min, given.dtype))
+            visible = visible & shown(self.effect, queries, scale, self._widest, visible.shape[-1])
+        allowed = _four_axes(mask, new, self._full_rows + new)
+        columns = _only_new(self._widest, new, self._again, self._full_rows) if plain else self._columns(new)
+        allowed = _of_columns(allowed, columns, queries.shape[1])
+        visible = _per_query_head(visible, queries.shape[1])
+        lowest = mx.finfo(queries.dtype).min
+        if allowed.dtype == mx.bool_:
+            return mx.where(allowed & visible, 0.0, lowest).astype(queries.dtype)
+        return mx.where(visible, allowed, lowest).astype(queries.dtype)
 
-    def _hidden(self) -> bool:
-        return any(g.rows < self.full_rows for g in self.effect.groups)
-
-    def _visible(self, new: int, widest: int) -> npt.NDArray[np.bool_]:
-        """(1, H, N, T + N + P), or (1, 1, …) where all heads are alike."""
+    def _visible(self, new: int) -> npt.NDArray[np.bool_]:
+        """(1, H, N, R + N + P), or (1, 1, …) where all heads are alike; the order of tokens is the model's mask's."""
         groups, step = self.effect.groups, step_of(new, self._block)
         found = []
         for i, group in enumerate(groups):
-            positions = np.array(group.positions)[0]
-            one = np.zeros((group.heads, new, self.full_rows + new + widest), dtype=bool)
-            held = np.zeros((group.heads, self.full_rows), dtype=bool)
-            np.put_along_axis(held, positions, True, axis=1)
-            one[:, :, : self.full_rows] = held[:, None]
-            one[:, :, self.full_rows : self.full_rows + new] = True
+            one = np.zeros((new, self._widest + new + self._again), dtype=bool)
+            one[:, : group.rows] = True
+            one[:, self._widest : self._widest + new] = True
             if self._sealing:
                 after, tail, n = self._sealing[i].after, group.tail, self._sealing[i].count
                 dense = step[:, None] <= after[None]
-                one[:, :, self.full_rows : self.full_rows + new] = dense[:, tail:]
-                for head in range(group.heads):
-                    where = positions[head, group.rows - tail :]
-                    one[head][:, where] = dense[:, :tail]
-                one[:, :, self.full_rows + new : self.full_rows + new + n] = ~dense[:, :n]
+                one[:, group.rows - tail : group.rows] = dense[:, :tail]
+                one[:, self._widest : self._widest + new] = dense[:, tail:]
+                one[:, self._widest + new : self._widest + new + n] = ~dense[:, :n]
             found.append(one)
-        joined = np.concatenate(found, axis=0)
-        return joined[None, :1] if (joined == joined[:1]).all() else joined[None]
+        if len(found) == 1:
+            return found[0][None, None]
+        return np.repeat(np.stack(found), [g.heads for g in groups], axis=0)[None]
 
-    def _columns(self, widest: int) -> npt.NDArray[np.int32]:
-        """(H, P): which of the T + N columns each row that is there again stands for; padding stands for the last."""
+    def _columns(self, new: int) -> npt.NDArray[np.int32]:
+        """(H, R + N + P): which of the model's T + N columns each row stands for; any for padding."""
         found = []
-        for one in self._sealing:
-            group, n = one.group, one.count
-            columns = np.full((group.heads, widest), self.full_rows, dtype=np.int32)
-            tail = np.array(group.positions)[0][:, group.rows - group.tail :]
-            new = np.arange(self.full_rows, self.full_rows + one.after.size - group.tail)
-            pending = np.concatenate([tail, np.broadcast_to(new, (group.heads, new.size))], axis=1)
-            columns[:, :n] = pending[:, :n]
-            found.append(columns)
-        return np.concatenate(found, axis=0)
+        for i, group in enumerate(self.effect.groups):
+            positions = np.array(group.positions)[0]
+            fresh = np.broadcast_to(np.arange(self._full_rows, self._full_rows + new), (group.heads, new))
+            columns = [_padded_numbers(positions, self._widest), fresh]
+            if self._again:
+                pending = np.concatenate([positions[:, group.rows - group.tail :], fresh], axis=1)
+                columns.append(_padded_numbers(pending[:, : self._sealing[i].count], self._again))
+            found.append(np.concatenate(columns, axis=1))
+        return np.concatenate(found, axis=0).astype(np.int32)
 
 
-def _joined(*pieces: mx.array | None) -> mx.array:
-    return mx.concatenate([p for p in pieces if p is not None], axis=2)
+def _by_heads(pieces: list[mx.array]) -> mx.array:
+    return pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
+
+
+def _padded(rows: mx.array, to: int) -> mx.array:
+    more = to - rows.shape[2]
+    return mx.pad(rows, [(0, 0), (0, 0), (0, more), (0, 0)]) if more else rows
+
+
+def _padded_numbers(numbers: npt.NDArray[Any], to: int) -> npt.NDArray[Any]:
+    return np.pad(numbers, [(0, 0), (0, to - numbers.shape[1])])
 
 
 def _four_axes(mask: Any, new: int, rows: int) -> mx.array:
-    """(1|B, 1|Hq, N, T + N)."""
+    """The model's mask as (1|B, 1|Hq, N, T + N)."""
     if mask is None or isinstance(mask, str):
-        causal = np.tri(new, rows, rows - new, dtype=bool)
-        return mx.array(causal)[None, None]
-    return mx.broadcast_to(
-        mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape)),
-        (*((1,) * (4 - mask.ndim) + tuple(mask.shape))[:2], new, rows),
-    )
+        return mx.array(np.tri(new, rows, rows - new, dtype=bool))[None, None]
+    four: mx.array = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+    return mx.broadcast_to(four, (*four.shape[:2], new, rows))
 
 
-def _with_columns(mask: mx.array, columns: mx.array, n_kv_heads: int, n_heads: int) -> mx.array:
-    """``mask`` with columns (H, P) of it again behind the others, each head's own."""
-    if bool(mx.all(columns == columns[:1]).item()):
-        return mx.concatenate([mask, mx.take(mask, columns[0], axis=3)], axis=3)
+def _only_new(widest: int, new: int, again: int, full_rows: int) -> npt.NDArray[np.int32]:
+    """As :meth:`ImposedLayer._columns`, for a causal mask: no row but the new ones can come after a query that sees it."""
+    old = full_rows - 1
+    columns = [np.full(widest, old), np.arange(full_rows, full_rows + new), np.full(again, old)]
+    return np.concatenate(columns)[None].astype(np.int32)
+
+
+def _of_columns(mask: mx.array, columns: npt.NDArray[np.int32], n_heads: int) -> mx.array:
+    """Columns (H, W) of ``mask`` (1, 1|Hq, N, T + N): (1, 1|Hq, N, W)."""
+    if (columns == columns[:1]).all():
+        return mx.take(mask, mx.array(columns[0]), axis=3)
     wide = mx.broadcast_to(mask, (mask.shape[0], n_heads, *mask.shape[2:]))
-    where = mx.repeat(columns, n_heads // n_kv_heads, axis=0)[None, :, None]
-    where = mx.broadcast_to(where, (*wide.shape[:3], columns.shape[1]))
-    return mx.concatenate([wide, mx.take_along_axis(wide, where, axis=3)], axis=3)
+    where = mx.array(np.repeat(columns, n_heads // columns.shape[0], axis=0))[None, :, None]
+    return mx.take_along_axis(wide, mx.broadcast_to(where, (*wide.shape[:3], columns.shape[1])), axis=3)
+
+
+def _per_query_head(visible: mx.array, n_heads: int) -> mx.array:
+    return visible if visible.shape[1] == 1 else mx.repeat(visible, n_heads // visible.shape[1], axis=1)
 
 
 class ImposedServer:
-    """Answers the attention of imposed layers; of any other it leaves to mlx-lm."""
+    """Answers the attention of imposed layers; that of any other it leaves to mlx-lm."""
 
     def serve(
         self,

@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 import datetime
+import platform
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -29,26 +30,28 @@ from ...backend.installation import probe_installation
 from ...cache import LuminaCache
 from ...codecs import AffineFetch, Layout
 from ...errors import SimulationError
-from ...estimate import Held, after_action, applies, nbytes_live
+from ...estimate import Held, after_action, nbytes_live
 from ...evict import would_lose
 from ...export import to_mlx
 from ...fingerprint import remembered_fingerprint
-from ...gap.records import Measured, Provenance, Quality, Simulated, State, What, quality_of
+from ...gap.records import Measured, Provenance, Quality, Simulated, State, quality_of
 from ...layers import KVCache, RowLayer, leaves
 from ...profile import Profile
 from ...scorers.observed import OBSERVED, Statistics
 from ...scorers.observed.weights import attended_sums
 from ...seen import Seen
+from ...telemetry import read_once
 from ..compare import kl_and_agreement, log_softmax
 from ..evaluate.measure import Bench, nll, read_prompt
 from ..evaluate.provenance import provenance
-from .choose import evicted, kept_by_ranking, kept_of_all_heads, pyramid, the_group
+from .choose import BORROWED, evicted, kept_by_ranking, kept_of_all_heads, pyramid, ranking, the_group
 from .fetch import PAGE
 from .foresight import Foresight, parse
 from .held import Fetched, LayerRows, mixed, of_layer, reencoded, round_trip
 from .impose import ImposedChunk, ImposedLayer, ImposedServer, ImposedWindow
 from .nbytes import Analytic, bytes_of
-from .space import MIXED_ROWS, Offer, check, layout_of, observed_by, role_of, space
+from .reconstruct import reconstruction
+from .space import MIXED_ROWS, RECONSTRUCTING, Offer, check, layout_of, observed_by, space, what_of
 
 __all__ = ["Simulator", "provenance_of"]
 
@@ -116,6 +119,7 @@ class Simulator:
             seed=seed,
             horizon=len(bench.task.fed),
         )
+        self._rankings: dict[tuple[str, str, int], mx.array] = {}
         self._read_again: Mapping[str, Seen] | None = None
 
     @staticmethod
@@ -144,7 +148,7 @@ class Simulator:
             predicted_live=self._predicted(taken),
             time_ratio=self._time(taken),
         )
-        return Simulated(self._state, What.of(taken, role_of(taken)), self._provenance, measured)
+        return Simulated(self._state, what_of(taken), self._provenance, measured)
 
     def _predicted(self, action: Action) -> int | None:
         """The estimator's own figure, for actions that the library has code for."""
@@ -181,15 +185,12 @@ class Simulator:
         """A sliding window or attention chunk, which nothing but codecs that encode row by row apply to."""
         now = held(layer)
         for part in parts:
-            if not isinstance(part, Quantize):
+            if not isinstance(part, Quantize) or part.codec == MIXED_ROWS:
                 continue
-            layout = _fine(part) if part.codec == MIXED_ROWS else layout_of(part)
-            if part.codec == MIXED_ROWS or not applies(now, part) and part.layout is not None:
-                continue
-            if part.layout is None and not layout.row_by_row:
-                continue
-            _check_dims(part, layout, now)
-            now = replace(now, layout=layout)
+            layout = layout_of(part)
+            if layout.row_by_row and layout != now.layout:
+                _check_dims(part, layout, now)
+                now = replace(now, layout=layout)
         return None if now == held(layer) else now
 
     def _after(self, layer: KVCache, now: LayerRows, part: Action) -> LayerRows:
@@ -202,7 +203,7 @@ class Simulator:
                 if part.scorer == "pyramidkv":
                     which = [one for one in self._full if isinstance(one, KVCache) and one.rows].index(layer)
                     kept = pyramid(rows, kept, self._changeable)[which]
-                return evicted(now, part, kept)
+                return evicted(now, part, kept, self._ranking(now, part))
             case Foresight():
                 return self._foreseen(now, part)
             case Quantize() if part.codec == MIXED_ROWS:
@@ -227,6 +228,24 @@ class Simulator:
                     groups=tuple(replace(g, storage=after_action([g.storage], part)[0]) for g in now.groups),
                 )
         raise SimulationError(f"there is no forward for {part}")
+
+    def _ranking(self, now: LayerRows, part: Evict) -> mx.array | None:
+        """What is computed once for all evictions that begin with the layer's own rows; None for what is not."""
+        if part.scorer == RECONSTRUCTING:
+            group = the_group(now, part)
+            return mx.take_along_axis(self._reconstruction[now.name], group.positions, axis=2)
+        if (
+            now.fetched is not None
+            or len(now.groups) > 1
+            or now.groups[0].encoded
+            or now.groups[0].storage.evicted
+        ):
+            return None
+        key = (now.name, BORROWED.get(part.scorer, part.scorer), part.seed)
+        if key not in self._rankings:
+            self._rankings[key] = ranking(now, part)
+            mx.eval(self._rankings[key])
+        return self._rankings[key]
 
     @property
     def _changeable(self) -> int:
@@ -307,27 +326,38 @@ class Simulator:
     @cached_property
     def _future(self) -> Mapping[str, mx.array]:
         """Attention (1, H, T) that each row draws from the scored tokens, by layer."""
-        if isinstance(self._reference[1], SimulationError):
-            raise self._reference[1]
+        self._check_watched()
         return self._reference[1]
 
+    def _check_watched(self) -> None:
+        unseen = [one for one in self._reached.layers if one.kind == "kv" and one.reason is not None]
+        if unseen or not self._reached.sites:
+            which = unseen[0].name if unseen else "this model"
+            raise SimulationError(
+                f"the attention of {which} is not seen, so neither an oracle nor {RECONSTRUCTING} can rank its rows"
+            )
+
     @cached_property
-    def _reference(self) -> tuple[mx.array, Mapping[str, mx.array] | SimulationError]:
-        """Log-probabilities of the full cache with all tokens fed at once, and the attention meanwhile."""
+    def _reconstruction(self) -> Mapping[str, mx.array]:
+        self._check_watched()
+        return reconstruction(self.bench)
+
+    @cached_property
+    def _reference(self) -> tuple[mx.array, Mapping[str, mx.array]]:
+        """Log-probabilities of the full cache with all tokens fed at once, and the attention seen meanwhile.
+
+        Raises:
+            SimulationError: they are not those of the same tokens fed in blocks.
+        """
         layers = _Layers(self._full, tuple(None for _ in self._full))
-        missing = [one.name for one in self._reached.layers if one.kind == "kv" and one.reason is not None]
         watch = _Sums({layer.name: layer.rows for layer in self._full if isinstance(layer, KVCache)})
-        logprobs = self._forward(layers, watch if self._reached.sites and not missing else None)
+        logprobs = self._forward(layers, watch)
         mx.eval(logprobs, list(watch.sums.values()))
         kl, _ = kl_and_agreement(self.bench.continued, logprobs)
         if abs(float(kl.mean())) > SAME:
             raise SimulationError(
                 f"the model gives other logits for the same tokens fed at once than in blocks of {self.bench.plan.block} "
                 f"({float(kl.mean()):.2g} nats per token): it cannot be simulated in one forward"
-            )
-        if missing:
-            return logprobs, SimulationError(
-                f"the attention of {missing[0]} is not seen, so nothing is known of its future"
             )
         return logprobs, watch.sums
 
@@ -381,7 +411,7 @@ class Simulator:
             if reached is not None and reached.reason is None and reached.direct:
                 rows = of_layer(leaf, None) if left is None or left.whole else left
                 return ImposedLayer(
-                    leaf.name, *leaf.dense_rows(), rows, len(self.bench.task.fed), self.bench.plan.block
+                    leaf.name, leaf.rows, rows, len(self.bench.task.fed), self.bench.plan.block
                 )
         return tree_copy(to_mlx(leaf))
 
@@ -492,7 +522,7 @@ def provenance_of(
         text_sha256=bench.document.text_sha256,
         tokens_sha256=bench.document.tokens_sha256,
         device=installation.device,
-        machine=str(installation.to_record().get("machine") or installation.device),
+        machine=read_once().chip or platform.machine(),
         mlx=installation.mlx,
         mlx_lm=installation.mlx_lm,
         lumina_cache=__version__,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...actions import (
     COMPOSITE_RATIOS,
@@ -21,6 +21,7 @@ from ...actions import (
     action_space,
     singles,
 )
+from ...backend.capabilities import Rung
 from ...codecs import CODECS, Layout
 from ...errors import SimulationError
 from ...gap.records import What
@@ -30,7 +31,17 @@ from .choose import BORROWED, RAGGED
 from .codebook import CODEBOOKS
 from .foresight import FORESIGHTS, Foresight, foresees
 
-__all__ = ["MIXED_ROWS", "PLACEBO_SEEDS", "Offer", "check", "layout_of", "observed_by", "role_of", "space"]
+__all__ = [
+    "MIXED_ROWS",
+    "PLACEBO_SEEDS",
+    "RECONSTRUCTING",
+    "Offer",
+    "check",
+    "layout_of",
+    "observed_by",
+    "space",
+    "what_of",
+]
 
 #: Text form of the codec whose rows are stored at two precisions.
 MIXED_ROWS = "mixed_rows"
@@ -38,6 +49,10 @@ MIXED_ROWS = "mixed_rows"
 #: Seeds of the random evictions that stand for mere choice.
 PLACEBO_SEEDS = (0, 1, 2)
 
+#: The scorer that ranks rows by another pass over the context.
+RECONSTRUCTING = "kvzip"
+
+_RANKED = (*SCORERS, *OBSERVED, *BORROWED, RECONSTRUCTING)
 _QUEST = "quest"
 _FAMILIES = "keep, reclaim, reserve, page, evict, quant, offload, plans and composites of them, and oracle"
 
@@ -54,12 +69,14 @@ class Offer:
         return self.what.action
 
 
-def role_of(action: Action) -> str:
-    """``ceiling`` with an oracle in it, ``placebo`` where rows are chosen at random, else ``candidate``."""
+def what_of(action: Action) -> What:
+    """Text form, what a backend would need, and the role: a ``ceiling`` with an oracle in it, a ``placebo`` where rows are
+    chosen at random, else a ``candidate``. No rung executes a ceiling; it has the deepest, since the value needs one.
+    """
     if foresees(action):
-        return "ceiling"
+        return replace(What.of(action, "ceiling"), rung=int(Rung.TRAINED))
     chosen = [part.scorer for part in singles(action) if isinstance(part, Evict)]
-    return "placebo" if chosen and set(chosen) == {"random"} else "candidate"
+    return What.of(action, "placebo" if chosen and set(chosen) == {"random"} else "candidate")
 
 
 def layout_of(action: Quantize) -> Layout:
@@ -98,8 +115,8 @@ def check(action: Action) -> None:
 
 def _check_part(action: Action, part: Action) -> None:
     match part:
-        case Evict() if part.scorer not in (*SCORERS, *OBSERVED, *BORROWED):
-            raise _unknown(action, f"the scorer {part.scorer}", (*SCORERS, *OBSERVED, *BORROWED))
+        case Evict() if part.scorer not in _RANKED:
+            raise _unknown(action, f"the scorer {part.scorer}", _RANKED)
         case Quantize() if part.codec not in (*CODECS, *CODEBOOKS, MIXED_ROWS):
             raise _unknown(action, f"the codec {part.codec}", (*CODECS, *CODEBOOKS, MIXED_ROWS))
         case Offload() if part.how not in ("layers", "cold", _QUEST):
@@ -122,7 +139,10 @@ def _check_order(action: Action) -> None:
         ragged = (isinstance(before, Evict) and before.scorer in RAGGED) or (
             isinstance(before, Foresight) and before.how == "future_ragged"
         )
-        if ragged and isinstance(after, Evict | Foresight):
+        ranks = isinstance(after, Evict | Foresight) or (
+            isinstance(after, Quantize) and after.codec == MIXED_ROWS
+        )
+        if ragged and ranks:
             raise SimulationError(
                 f"{action}: {before} leaves heads with different numbers of rows, which {after} cannot rank; "
                 "choose rows once"
@@ -172,7 +192,7 @@ def space(
         for q in quantized
         if q.codec != MIXED_ROWS
     ]
-    return tuple(Offer(a, What.of(a, role_of(a))) for a in (*chosen, *random, *ceilings))
+    return tuple(Offer(a, what_of(a)) for a in (*chosen, *random, *ceilings))
 
 
 def _simulated(action: Action) -> bool:
