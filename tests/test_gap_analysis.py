@@ -517,6 +517,16 @@ def test_an_action_above_a_rung_that_names_nothing_missing_needs_the_rung(tmp_pa
     assert (one.name, one.shapley.value) == ("RUNG_3", pytest.approx(3.0))
 
 
+def test_a_rung_has_what_it_stands_for_even_where_no_action_of_it_was_measured(tmp_path):
+    cells = reduced(tmp_path, [KEEP, NATIVE, HOOK, KERNEL])
+    missing = {
+        b: {c.name for c in attribute(cells, b, 0.28).capabilities} for b in ("native", "cache", "hook")
+    }
+    assert missing["native"] == {"DENSE_REENCODE", "QUERIES", "RAGGED_HEADS"}
+    assert missing["cache"] == {"QUERIES", "RAGGED_HEADS"}
+    assert missing["hook"] == {"RAGGED_HEADS"}
+
+
 def test_a_rung_with_nothing_at_a_budget_has_causes_of_nothing(tmp_path):
     cells = reduced(tmp_path, SPACE)
     found = attribute(cells, "native", 0.125)

@@ -1,6 +1,7 @@
 """Which missing capability costs how much: by itself, in the best order, and as its Shapley value.
 
-A rung *has* the capabilities that it stands for. For a set S of those that it lacks::
+A rung *has* the capabilities of its depth and above (:mod:`lumina_cache.backend.capabilities`), and whatever else its own
+actions need. For a set S of those that it lacks::
 
     v(S) = best score over actions whose requirements ⊆ has ∪ S, at one budget
 
@@ -27,7 +28,9 @@ from typing import Any
 import numpy as np
 
 from ..actions import Plan, parse_action
+from ..backend import capabilities
 from ..errors import ActionSyntaxError, AnalysisError
+from ..methods import METHODS
 from .cells import Cells, Fact
 from .gap import Index, _record, fits, scores, together
 from .resample import Array, Estimate
@@ -49,6 +52,15 @@ MAX_CAPABILITIES = 16
 
 #: What comes with any cache object of one's own behind mlx-lm's interface, and is not given apart.
 _ROWS = frozenset({"KEYS", "VALUES", "ROW_GATHER", "ROW_CHOICE"})
+
+#: Every capability that is known by name → the rung that it takes.
+_DEPTHS = {
+    str(c): int(c.rung)
+    for c in (
+        *(one for one in vars(capabilities).values() if isinstance(one, capabilities.Capability)),
+        *(one for method in METHODS.values() for one in method.requires),
+    )
+}
 
 _RUNGS = {"native": 0, "cache": 1, "hook": 2}
 
@@ -173,7 +185,7 @@ def _lacking(
     facts: Sequence[Fact], rung: int, named: Callable[[Iterable[str]], frozenset[str]]
 ) -> dict[int, frozenset[str]]:
     """What each action needs beyond what the rung has; nothing for actions that the rung executes."""
-    has: frozenset[str] = frozenset().union(
+    has: frozenset[str] = named(name for name, depth in _DEPTHS.items() if depth <= rung).union(
         *(named(f.requires) for f in facts if f.role == "candidate" and f.rung <= rung)
     )
     found = {}

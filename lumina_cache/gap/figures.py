@@ -95,9 +95,18 @@ def _title(one: StratumAnalysis, strata: Sequence[StratumAnalysis]) -> str:
         for o in strata
         if (o.stratum.model_name, o.stratum.context, o.stratum.phase) == (s.model_name, s.context, s.phase)
     ]
-    names = {"mlx_lm": "mlx-lm ", "mlx": "MLX ", "lumina_cache": "lumina_cache ", "device": "", "machine": "", "source": ""}
+    names = {
+        "mlx_lm": "mlx-lm ",
+        "mlx": "MLX ",
+        "lumina_cache": "lumina_cache ",
+        "device": "",
+        "machine": "",
+        "source": "",
+    }
     names |= {"horizon": "horizon ", "model": "fingerprint "}
-    differ = [f"{text}{getattr(s, n)}" for n, text in names.items() if len({getattr(o, n) for o in alike}) > 1]
+    differ = [
+        f"{text}{getattr(s, n)}" for n, text in names.items() if len({getattr(o, n) for o in alike}) > 1
+    ]
     return ", ".join([s.model_name, f"{s.context:,} tokens", s.phase, *differ])
 
 
