@@ -589,6 +589,18 @@ def test_several_stores_of_several_versions_make_a_trend(tmp_path):
     ]
 
 
+def test_versions_of_something_else_are_told_apart_in_a_trend(tmp_path):
+    store = Store(tmp_path)
+    some = observations(SPACE, THREE)
+    store.append(some)
+    store.append(replace(o, provenance=replace(o.provenance, mlx="1")) for o in some)
+    found = analyse(store, settings=FEW).simulated
+    assert {v for t in found.trends for v, _ in t.versions} == {
+        "0.0.1 (mlx 0, lumina-cache 0)",
+        "0.0.1 (mlx 1, lumina-cache 0)",
+    }
+
+
 def test_the_same_store_and_seed_give_the_same_figures(tmp_path):
     store = stored(tmp_path, SPACE, Setting(documents=4, token_noise=0.01))
     one, two = (analyse(store, settings=FEW).to_record() for _ in range(2))
