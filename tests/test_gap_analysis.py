@@ -504,6 +504,25 @@ def test_shapley_values_add_up_to_the_gap_under_noise_as_well():
     assert (found.total.value, found.total.low) == pytest.approx((gap.value, gap.low))
 
 
+def test_capabilities_that_are_equals_are_ordered_by_name_whatever_the_last_bit():
+    requires = [(), ("A", "B"), ("C",)]
+    for nudge in (0.0, 1e-13, -1e-13):
+        quality = np.zeros((2, 3, 6)) + np.array([5.0, 2.0, 4.0 + nudge])[None, :, None]
+        found = attribute(made(quality, [0, 3, 3], requires=requires), "native", 0.25)
+        assert [c.name for c in sorted(found.capabilities, key=lambda c: c.order)] == ["C", "A", "B"]
+
+
+def test_sums_in_another_order_are_the_same_cells():
+    from lumina_cache.gap.cells import _rounded
+
+    some = np.random.default_rng(0).normal(size=(1000, 3)) * np.array([[1e-6], [1.0]] * 500)
+    one, two = (some[:, 0] + some[:, 1]) + some[:, 2], some[:, 0] + (some[:, 1] + some[:, 2])
+    assert (one != two).any()
+    assert (_rounded(one) == _rounded(two)).mean() > 0.99
+    assert _rounded(one) == pytest.approx(one, rel=1e-11)
+    assert _rounded(np.array([0.0, -0.0, 1.0, 1e-300])).tolist() == [0.0, 0.0, 1.0, 1e-300]
+
+
 def test_too_many_capabilities_to_enumerate_are_refused_by_name():
     requires = [(), *((f"C{i}",) for i in range(17))]
     cells = made(np.ones((2, 18, 6)), [0, *[3] * 17], requires=requires)

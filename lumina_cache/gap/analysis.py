@@ -152,7 +152,9 @@ class Trend:
     low: str
     high: str
     budget: float
-    versions: tuple[tuple[str, Estimate | None], ...]  #: mlx-lm's version → points, oldest first
+    versions: tuple[
+        tuple[str, Estimate | None], ...
+    ]  #: of mlx-lm, and of others where those differ too → points
 
     def to_record(self) -> dict[str, Any]:
         return _record(self) | {

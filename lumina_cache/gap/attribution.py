@@ -299,12 +299,19 @@ def _best_order(means: Array, n: int) -> list[int]:
     given, order = 0, list[int]()
     while len(order) < n:
         left = [i for i in range(n) if not given >> i & 1]
-        worth = [means[given | 1 << i] for i in left]
-        equal = [i for i, w in zip(left, worth, strict=True) if w == max(worth)]
-        best = equal[0] if len(equal) == 1 else max(equal, key=lambda i: _with(means, given | 1 << i))
+        equal = _largest(left, [float(means[given | 1 << i]) for i in left])
+        if len(equal) > 1:
+            equal = _largest(equal, [_with(means, given | 1 << i) for i in equal])
+        best = equal[0]
         order.append(best)
         given |= 1 << best
     return order
+
+
+def _largest(of: Sequence[int], values: Sequence[float]) -> list[int]:
+    """Those of ``of`` with the largest value. Sums of the same numbers in another order count as equal."""
+    least = max(values) - 1e-9 * max(1.0, abs(max(values)))
+    return [i for i, v in zip(of, values, strict=True) if v >= least]
 
 
 def _with(means: Array, given: int) -> float:
