@@ -504,6 +504,25 @@ def test_shapley_values_add_up_to_the_gap_under_noise_as_well():
     assert (found.total.value, found.total.low) == pytest.approx((gap.value, gap.low))
 
 
+def test_capabilities_that_are_equals_are_ordered_by_name_whatever_the_last_bit():
+    requires = [(), ("A", "B"), ("C",)]
+    for nudge in (0.0, 1e-13, -1e-13):
+        quality = np.zeros((2, 3, 6)) + np.array([5.0, 2.0, 4.0 + nudge])[None, :, None]
+        found = attribute(made(quality, [0, 3, 3], requires=requires), "native", 0.25)
+        assert [c.name for c in sorted(found.capabilities, key=lambda c: c.order)] == ["C", "A", "B"]
+
+
+def test_sums_in_another_order_are_the_same_cells():
+    from lumina_cache.gap.cells import _rounded
+
+    some = np.random.default_rng(0).normal(size=(1000, 3)) * np.array([[1e-6], [1.0]] * 500)
+    one, two = (some[:, 0] + some[:, 1]) + some[:, 2], some[:, 0] + (some[:, 1] + some[:, 2])
+    assert (one != two).any()
+    assert (_rounded(one) == _rounded(two)).mean() > 0.99
+    assert _rounded(one) == pytest.approx(one, rel=1e-11)
+    assert _rounded(np.array([0.0, -0.0, 1.0, 1e-300])).tolist() == [0.0, 0.0, 1.0, 1e-300]
+
+
 def test_too_many_capabilities_to_enumerate_are_refused_by_name():
     requires = [(), *((f"C{i}",) for i in range(17))]
     cells = made(np.ones((2, 18, 6)), [0, *[3] * 17], requires=requires)
@@ -515,6 +534,16 @@ def test_an_action_above_a_rung_that_names_nothing_missing_needs_the_rung(tmp_pa
     planted = [KEEP, NATIVE, Planted(What("odd", 3), 0.28, 0.04)]
     (one,) = attribute(reduced(tmp_path, planted), "native", 0.28).capabilities
     assert (one.name, one.shapley.value) == ("RUNG_3", pytest.approx(3.0))
+
+
+def test_a_rung_has_what_it_stands_for_even_where_no_action_of_it_was_measured(tmp_path):
+    cells = reduced(tmp_path, [KEEP, NATIVE, HOOK, KERNEL])
+    missing = {
+        b: {c.name for c in attribute(cells, b, 0.28).capabilities} for b in ("native", "cache", "hook")
+    }
+    assert missing["native"] == {"DENSE_REENCODE", "QUERIES", "RAGGED_HEADS"}
+    assert missing["cache"] == {"QUERIES", "RAGGED_HEADS"}
+    assert missing["hook"] == {"RAGGED_HEADS"}
 
 
 def test_a_rung_with_nothing_at_a_budget_has_causes_of_nothing(tmp_path):
@@ -577,6 +606,18 @@ def test_several_stores_of_several_versions_make_a_trend(tmp_path):
         ("0.9.0", pytest.approx(4.0)),
         ("0.10.0", pytest.approx(1.0)),
     ]
+
+
+def test_versions_of_something_else_are_told_apart_in_a_trend(tmp_path):
+    store = Store(tmp_path)
+    some = observations(SPACE, THREE)
+    store.append(some)
+    store.append(replace(o, provenance=replace(o.provenance, mlx="1")) for o in some)
+    found = analyse(store, settings=FEW).simulated
+    assert {v for t in found.trends for v, _ in t.versions} == {
+        "0.0.1 (mlx 0, lumina-cache 0)",
+        "0.0.1 (mlx 1, lumina-cache 0)",
+    }
 
 
 def test_the_same_store_and_seed_give_the_same_figures(tmp_path):

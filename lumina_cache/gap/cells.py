@@ -225,7 +225,8 @@ class _Grid:
 
     def __getitem__(self, name: str) -> Array:
         out = np.full((len(self.actions), len(self.documents)), np.nan)
-        out[self._row, self._column] = self._found[name].to_numpy(zero_copy_only=False)
+        values = self._found[name].to_numpy(zero_copy_only=False).astype(np.float64)
+        out[self._row, self._column] = _rounded(values)
         return out
 
     def domains(self) -> tuple[list[str], list[str]]:
@@ -238,6 +239,14 @@ class _Grid:
                 notes[f"{self.documents[where].split(_TAB)[0]}: is said to be of several domains"] = None
             domains[where] = name
         return domains, list(notes)
+
+
+def _rounded(values: Array) -> Array:
+    """To 12 significant digits: engines add in any order, and equals should stay equal."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scale = 10.0 ** (11 - np.floor(np.log10(np.abs(values))))
+        found: Array = np.where(np.isfinite(scale) & (scale != 0), np.round(values * scale) / scale, values)
+    return found
 
 
 def _assembled(
