@@ -251,7 +251,7 @@ def per_head_kl(kept: list[list[np.ndarray]], layout: Layout) -> np.ndarray:
 def kept_by(text: str, name: str = "llama") -> list[list[np.ndarray]]:
     """Positions that each head of each layer is left with, by the simulator's choice."""
     action, made = parse(text), simulator(name)
-    left = [made._left_of(layer, action) for layer in made._full]
+    left = [made.left_of(layer, action) for layer in made._forward.full]
     return [
         [np.array(g.positions)[0, h] for g in rows.groups for h in range(g.heads)]
         for rows in left
@@ -456,8 +456,8 @@ def quest_reference(queries: np.ndarray, keys: np.ndarray, count: int) -> np.nda
 
 def test_quest_shows_each_query_the_pages_with_the_greatest_bounds() -> None:
     made, rng = simulator(), np.random.default_rng(1)
-    layer = made._full[0]
-    rows = made._left_of(layer, parse("offload:quest@0.30"))
+    layer = made._forward.full[0]
+    rows = made.left_of(layer, parse("offload:quest@0.30"))
     assert isinstance(rows, LayerRows)
     assert rows.fetched is not None
     queries = rng.normal(size=(1, 4, 3, 32)).astype(np.float32)
@@ -489,7 +489,7 @@ def test_fetching_everything_changes_nothing() -> None:
 
 def test_the_oracle_keeps_the_rows_that_the_scored_tokens_attend_to_most() -> None:
     made = simulator()
-    sums = made._future["layer 0"]
+    sums = made._known.future["layer 0"]
     assert np.array(sums).sum(axis=-1).max() <= 80.0 + 1e-3
     kept = kept_by("oracle:future@0.25")[0]
     for head, rows in enumerate(kept):

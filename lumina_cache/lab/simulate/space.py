@@ -22,7 +22,7 @@ from ...actions import (
     singles,
 )
 from ...backend.capabilities import Rung
-from ...codecs import CODECS, Layout
+from ...codecs import CODECS, AffineFetch, Layout
 from ...errors import SimulationError
 from ...gap.records import What
 from ...scorers import SCORERS
@@ -38,6 +38,7 @@ __all__ = [
     "Offer",
     "check",
     "layout_of",
+    "mixed_layouts",
     "observed_by",
     "space",
     "what_of",
@@ -45,6 +46,9 @@ __all__ = [
 
 #: Text form of the codec whose rows are stored at two precisions.
 MIXED_ROWS = "mixed_rows"
+
+#: Bits of its important rows.
+_FINE_BITS = 8
 
 #: Seeds of the random evictions that stand for mere choice.
 PLACEBO_SEEDS = (0, 1, 2)
@@ -86,6 +90,21 @@ def layout_of(action: Quantize) -> Layout:
     family = CODEBOOKS[action.codec]
     keys, values = family.make(action.key_bits, action.value_bits, action.group_size)
     return Layout(keys, values, action.residual or 0, action.sinks or 0)
+
+
+def mixed_layouts(action: Quantize) -> tuple[Layout, Layout]:
+    """How the many and the important rows are stored by the codec of two precisions."""
+    residual, sinks = action.residual or 0, action.sinks or 0
+    fine = AffineFetch(_FINE_BITS, action.group_size)
+    return (
+        Layout(
+            AffineFetch(action.key_bits, action.group_size),
+            AffineFetch(action.value_bits, action.group_size),
+            residual,
+            sinks,
+        ),
+        Layout(fine, fine, residual, sinks),
+    )
 
 
 def observed_by(action: Action) -> tuple[str, ...]:
