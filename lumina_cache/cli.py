@@ -424,11 +424,11 @@ def calibrate_queries(
         list[Path] | None,
         typer.Option(help="Your own text instead of Python's documentation and code; may be given again."),
     ] = None,
-    queries: Annotated[int, typer.Option(help="Queries to keep per head.", min=1)] = 24,
+    queries: Annotated[int, typer.Option(help="Queries to keep per head.", min=1)] = 16,
     directions: Annotated[
         int, typer.Option(help="Directions to keep of each head's covariance, for expected_bank.", min=0)
-    ] = 0,
-    documents: Annotated[int, typer.Option(help="Most documents of 1,024 tokens to read.", min=1)] = 12,
+    ] = 8,
+    documents: Annotated[int, typer.Option(help="Most documents of 1,024 tokens to read.", min=1)] = 8,
     out: Annotated[
         Path | None,
         typer.Option(help="The bank's file. Default: in the state directory, where it is found again."),

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
+import lumina_cache
 from lumina_cache.actions import parse_action
 from lumina_cache.apply import execute
 from lumina_cache.backend.attention import attention_hook
@@ -33,6 +34,7 @@ from lumina_cache.bank import (
     read_bank,
     write_bank,
 )
+from lumina_cache.bank.home import SHIPPED
 from lumina_cache.cache import LuminaCache
 from lumina_cache.errors import ActionInfeasibleError, ObservationError, QueryBankError
 from lumina_cache.fingerprint import fingerprint
@@ -41,7 +43,7 @@ from lumina_cache.lab.bank import command as command_module
 from lumina_cache.lab.bank.command import calibrate_queries_command
 from lumina_cache.lab.corpus import Document
 from lumina_cache.lab.evaluate.documents import DOMAINS
-from lumina_cache.lab.models import LoadedModel
+from lumina_cache.lab.models import LoadedModel, load_smollm2
 from lumina_cache.lab.tiny import SPECS, build
 from lumina_cache.layers import KVCache, adopt, leaves
 from lumina_cache.methods import METHODS
@@ -305,7 +307,7 @@ class Case:
                 scale=self.scale,
                 rotation="rope",
                 turned_at=9,
-                turned=mx.zeros((heads, dim)),
+                turned=mx.zeros(dim),
                 mean=mx.array(rng.normal(size=(heads, dim)).astype(np.float32)),
                 spread=mx.array(0.5 * rng.normal(size=(heads, 3, dim)).astype(np.float32)),
                 sinks=None if self.sinks is None else mx.array(self.sinks),
@@ -633,3 +635,24 @@ def test_the_command_puts_a_bank_where_caches_find_it(
         calibrate_queries_command(
             model=None, texts=[mine], settings=replace(ALL, queries=5), out=mine / "bank", as_json=False
         )
+
+
+@pytest.mark.slow
+def test_the_embedded_model_has_a_bank_that_ships_with_the_library() -> None:
+    for dtype in (mx.float32, mx.float16, mx.bfloat16):
+        model, _ = load_smollm2(dtype)
+        banks = banks_of(model)
+        assert banks is not None
+        assert banks.lacking is None
+        assert all(banks.why_not(f"layer {i}") is None for i in range(30))
+
+
+def test_what_ships_is_small_and_says_where_it_is_from() -> None:
+    path = Path(lumina_cache.__file__).parent / "data" / "queries" / SHIPPED
+    assert path.stat().st_size < 1_000_000
+    bank = read_bank(path)
+    assert len(bank.layers) == 30
+    evaluated = {maker().name for makers in DOMAINS.values() for maker in makers()}
+    texts = bank.provenance["texts"]
+    assert not evaluated & {name for one in texts for name in one["name"].split("+")}
+    assert all(one["sha256"] for one in texts)

@@ -123,7 +123,7 @@ def _why_another(one: LayerStatistics, rotation: Rotation | None) -> str | None:
     """Why ``rotation`` is not what turned the queries when they were captured; None if it does the same."""
     if rotation is None:
         return f"the model has no module {one.rotation!r}, which rotated its queries when they were captured"
-    now = rotation(one.queries[None, :, :1], one.turned_at)[0, :, 0]
+    now = rotation(one.queries[None, :1, :1], one.turned_at)[0, 0, 0]
     if (mx.abs(now - one.turned).max() <= SAME * mx.abs(one.turned).max()).item():
         return None
     return f"{one.rotation} rotates otherwise than when the queries were captured: capture them again"

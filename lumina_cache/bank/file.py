@@ -23,7 +23,7 @@ _NEEDED = ("queries", "filters", "turned")
 
 
 def write_bank(bank: QueryBank, path: Path) -> None:
-    """Put ``bank`` in place whole, readable by nobody else; queries and spreads as float16.
+    """Put ``bank`` in place whole, readable by nobody else; most of it as float16.
 
     Raises:
         OSError: it cannot be written; what was there is as it was.
@@ -59,7 +59,7 @@ def write_bank(bank: QueryBank, path: Path) -> None:
 
 
 def _stored(what: str, array: mx.array) -> mx.array:
-    return array.astype(mx.float16 if what in ("queries", "spread") else mx.float32)
+    return array.astype(mx.float32 if what in ("turned", "sinks") else mx.float16)
 
 
 def read_bank(path: Path) -> QueryBank:

@@ -16,7 +16,7 @@ class LayerStatistics:
     """The queries of one layer, as they were before the model rotated them by their positions.
 
     ``rotation`` is the name of the module of the model that rotates them, ``turned_at`` and ``turned`` what it made of
-    the first query of each head there: so that it can be seen later whether it still does.
+    the first query of the first head there: so that it can be seen later whether it still does.
     """
 
     queries: mx.array  #: (Hq, N, D): some of them
@@ -24,7 +24,7 @@ class LayerStatistics:
     scale: float  #: factor of q·k
     rotation: str
     turned_at: int
-    turned: mx.array  #: (Hq, D) float32
+    turned: mx.array  #: (D,) float32
     mean: mx.array | None = None  #: (Hq, D) float32 of all queries
     spread: mx.array | None = (
         None  #: (Hq, R, D) float32: their covariance is spreadᵀ·spread, but for what R is too few for

@@ -38,9 +38,9 @@ __all__ = ["CaptureSettings", "capture"]
 class CaptureSettings:
     """How much is captured. Lengths and positions in tokens."""
 
-    queries: int = 24  #: kept per query head
-    directions: int = 0  #: kept of each head's covariance; 0: neither mean nor covariance are kept
-    documents: int = 12  #: most of them
+    queries: int = 16  #: kept per query head
+    directions: int = 8  #: kept of each head's covariance; 0: neither mean nor covariance are kept
+    documents: int = 8  #: most of them
     length: int = 1024  #: of a document
     shortest: int = 128  #: documents with fewer tokens are left out
     skipped: int = (
@@ -233,7 +233,7 @@ def _statistics(
         scale=one.scale,
         rotation=path,
         turned_at=at,
-        turned=one.rotation(queries[None, :, :1], at)[0, :, 0],
+        turned=one.rotation(queries[None, :1, :1], at)[0, 0, 0],
         sinks=one.sinks,
     )
     if settings.directions:
