@@ -355,9 +355,7 @@ def campaign(
     ] = None,
     workers: Annotated[
         int,
-        typer.Option(
-            help="Processes, each with a model of its own.", min=1
-        ),
+        typer.Option(help="Processes, each with a model of its own.", min=1),
     ] = 1,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Read the plan and say what would be measured; nothing is run.")
