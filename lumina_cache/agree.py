@@ -6,11 +6,12 @@ acted on that alone, one would evict where the other keeps.
 
 **When.** A collective has to be entered by all ranks, or those that enter it wait for ever. So the points at which
 ranks exchange what they see follow from what is the same everywhere and from nothing else: the first step, steps of a
-prompt's chunk, every so many tokens while decoding, a step whose predicted bytes pass the limit that was *agreed* last,
-and the step after an action. A rank in trouble waits for the next such point (at most ``every`` tokens); a rank that has
-nothing to report takes part all the same. Bytes may come apart (an action that failed on one rank, heads that do not
-divide evenly): then the overflow is no common sign any more and only the other points count, until they are even again.
-Nor does an overflow count that the last decision left as it was; it would be decided again in every step.
+prompt's chunk and the one after, every so many tokens while decoding, a step whose predicted bytes pass the limit
+that was *agreed* last, and the step after an action. A rank in trouble waits for the next such point (at most
+``every`` tokens); a rank that has nothing to report takes part all the same. Bytes may come apart (an action that
+failed on one rank, heads that do not divide evenly): then the overflow is no common sign any more and only the other
+points count, until they are even again. Nor does an overflow count that the last decision left as it was; it would be
+decided again in every step.
 
 **What.** At such a point every rank states what it sees (:class:`Stance`) and all go on with the tightest of it.
 
@@ -138,6 +139,8 @@ class Agreement:
         self.agreed: Stance | None = None  #: at the last point; None before the first
         self._step = 0
         self._tokens = 0  # since the last point, the coming step's included
+        self._coming = 0  # tokens of the step that is about to begin
+        self._after_chunk = False  # what a chunk has filled is looked at before the next step
         self._acted = False
         self._vain = False  # the last decision changed nothing: the next step would only repeat it
         self._number = 0  # of exchanges
@@ -160,11 +163,13 @@ class Agreement:
             predicted_over_agreed_limit: what :meth:`over` said of the bytes after this step.
         """
         if step != self._step:
-            self._step = step
+            self._after_chunk = self._coming >= CHUNK_TOKENS
+            self._step, self._coming = step, tokens
             self._tokens += tokens
         return (
             self.agreed is None
             or self._acted
+            or self._after_chunk
             or tokens >= CHUNK_TOKENS
             or self._tokens >= self.every
             or (predicted_over_agreed_limit and self.even and not self._vain)
@@ -199,7 +204,7 @@ class Agreement:
         self.stances = tuple(decode(row) for row in rows)
         self.agreed = tightest(self.stances)
         self._tokens = 0
-        self._acted = self._vain = False
+        self._acted = self._vain = self._after_chunk = False
         return self.agreed
 
     def confirm(self, action: Action | None) -> bool:

@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 
 from .actions import Action, parse_action
+from .agree import Agreement, agreement
 from .apply import Applied, Footprint, held_all, opaque_nbytes
 from .audit import AuditLog
 from .backend.capabilities import Rung
@@ -116,6 +117,9 @@ class LuminaCache(list[Any]):
             rows are encoded. See docs/hook.md.
         observe: at rung hook, the scorers (such as ``"snapkv"``, ``"h2o"``) whose statistics are kept. Default: those
             that ``plan`` names, or else ``snapkv``, which costs next to nothing while the model runs.
+        group: the ``mx.distributed`` group whose ranks hold parts of this cache (``model.shard(group)``). All of them then
+            take the same action at the same step, on the tightest of what any of them sees; every rank has to make its
+            cache with the same arguments, at the same point. See docs/ranks.md. None: there is one rank.
 
     Raises:
         ActionInfeasibleError: the plan can never be carried out with this model.
@@ -142,6 +146,7 @@ class LuminaCache(list[Any]):
         guard: bool | float = True,
         rung: str | Rung = "cache",
         observe: Iterable[str] | str | None = None,
+        group: Any | None = None,
     ) -> None:
         check_interface()
         super().__init__()
@@ -171,6 +176,7 @@ class LuminaCache(list[Any]):
             disk=_disk(disk),
             guard=_guard(guard),
             reach=Reach.asked(rung, model, observe, standing),
+            ranks=_ranks(group, draft_model),
         )
         for name, entries in zip(("model", "draft"), made, strict=False):
             steps = StepTracker(self._control, name)
@@ -179,6 +185,9 @@ class LuminaCache(list[Any]):
             self.extend(adopt(entry, steps, f"{prefix} {i}") for i, entry in enumerate(entries))
         self._split = len(made[0])
         self._note_entries()
+        if self._control.ranks is not None and self._control.decider is not None:
+            # Probing runs the model, and with it collectives that every rank has to enter.
+            self._control.fit(self._control.trackers[0], self._control.decider)
         if nbytes is not None and self._control.decider is not None:
             self._check_budget(nbytes)
         self._control.check_plan()
@@ -455,6 +464,15 @@ def _plan_with_draft(plan: Action) -> UnsupportedCacheError:
         f"plan {plan} with a draft model: a plan acts when the prompt is over, which cannot be told from steps that "
         "try several tokens at once; call apply() yourself"
     )
+
+
+def _ranks(group: Any | None, draft_model: object) -> Agreement | None:
+    if group is not None and draft_model is not None:
+        raise UnsupportedCacheError(
+            "several ranks with a draft model: which step they are at cannot be told alike on all of them; leave "
+            "draft_model out, or group (each rank then decides alone)"
+        )
+    return agreement(group)
 
 
 def _ranges(protect: range | Iterable[range]) -> Pinned:

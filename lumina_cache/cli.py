@@ -174,16 +174,29 @@ def run(
 
 
 @app.command(
-    epilog="Examples:  lumina-cache gap run.jsonl   |   lumina-cache gap run.jsonl --json | jq .mean"
+    epilog="Examples:  lumina-cache gap run.jsonl   |   lumina-cache gap run.jsonl --html chat.html   |   "
+    "lumina-cache gap campaign/ --html report.html --plots figures/   |   "
+    "lumina-cache gap run.jsonl --json | jq .mean"
 )
-def gap(log: Annotated[Path, typer.Argument(help="An audit log.")], json: AsJson = False) -> None:
-    """From an audit log: what the backend's limits cost at each decision, and which limit it was."""
-    from .audit import read_log
-    from .gap.gap import gap_of_log
-    from .gap.report import as_json, as_text
+def gap(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="STORE|LOG...", help="Stores of observations, analysed as one, and audit logs."
+        ),
+    ],
+    html: Annotated[
+        Path | None, typer.Option(help="Write one HTML page with interactive figures, for reading offline.")
+    ] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="Write the figures as PNG and SVG into this folder.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """What the backend's limits cost, and which limit it was: in a campaign, or at each decision of a session."""
+    from .gap.report import gap_command
 
-    report = gap_of_log(read_log(log))
-    typer.echo(as_json(report) if json else as_text(report))
+    typer.echo(gap_command(paths, html=html, plots=plots, as_json_text=json, command=_command()))
 
 
 @app.command(
@@ -284,7 +297,9 @@ def evaluate(
     actions: Annotated[
         list[str] | None,
         typer.Option(
-            "--actions", "-a", help="Text forms of actions, or mlx-lm:kv_bits=4, or mlx-turboquant:bits=4."
+            "--actions",
+            "-a",
+            help="Text forms of actions, mlx-lm:kv_bits=4, mlx-lm:max_kv_size=50%, mlx-turboquant:bits=4.",
         ),
     ] = None,
     text: Annotated[
@@ -299,7 +314,11 @@ def evaluate(
     block: Annotated[int | None, typer.Option(help="Tokens per teacher-forced forward.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Of planted names and of the bootstrap.", min=0)] = 0,
     rung: Annotated[
-        str, typer.Option(help="How deep caches reach into mlx-lm: native, cache or hook.")
+        str,
+        typer.Option(
+            help="How deep caches reach into mlx-lm: native, cache or hook; native,cache,hook measures each action at "
+            "the least that carries it out."
+        ),
     ] = "cache",
     quick: Annotated[
         bool, typer.Option("--quick", help="Two documents of 400 tokens, T1 and T2: under a minute.")
@@ -333,6 +352,35 @@ def evaluate(
         as_json_text=json,
     )
     if not sound:
+        raise typer.Exit(1)
+
+
+@app.command(
+    epilog="Examples:  lumina-cache campaign campaigns/smollm2-first.toml --dry-run   |   "
+    "lumina-cache campaign campaigns/smollm2-first.toml --out store --workers 2   |   "
+    "lumina-cache campaign mine.toml --out store --json | jq .failures   |   lumina-cache gap store",
+)
+def campaign(
+    plan: Annotated[Path, typer.Argument(help="A TOML file: models, texts, grids of actions, executions.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The store: a folder. Run again after an interruption, it goes on there."),
+    ] = None,
+    workers: Annotated[
+        int,
+        typer.Option(help="Processes, each with a model of its own.", min=1),
+    ] = 1,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Read the plan and say what would be measured; nothing is run.")
+    ] = False,
+    json: AsJson = False,
+) -> None:
+    """Measure and simulate many actions on many documents, into one store. Exit code 1 if an action is faulty."""
+    from .lab.campaign.command import campaign_command
+
+    if out is None and not dry_run:
+        raise _mistake("give --out STORE, a folder for the observations, or --dry-run")
+    if not campaign_command(plan=plan, out=out or Path(), workers=workers, dry_run=dry_run, as_json=json):
         raise typer.Exit(1)
 
 
@@ -478,6 +526,129 @@ def soak(
     )
     if report.outcome == "interrupted":
         raise typer.Exit(INTERRUPTED)
+
+
+db = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="What was found out on many machines in one file: which actions run where, at what cost, and why not.",
+)
+app.add_typer(db, name="db")
+
+DatabasePath = Annotated[
+    Path | None,
+    typer.Option("--db", help="The database; default: feasibility.duckdb in the data directory."),
+]
+
+
+@db.command(
+    name="add",
+    epilog="Examples:  lumina-cache probe --model smollm2 --json > mine.json && lumina-cache db add mine.json   |   "
+    "lumina-cache db add docs/data/eval-smollm2-1k.json ~/.local/state/lumina_cache/profiles/*.json campaign/",
+)
+def db_add(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            help="JSON of probe, eval or calibrate, tables of architectures, and stores of observations."
+        ),
+    ],
+    db: DatabasePath = None,
+    json: AsJson = False,
+) -> None:
+    """Add files; what is there already stays as it is. Exit code 1 if one of them is bad; nothing of it is taken."""
+    from .database.command import add_command
+
+    text, good = add_command(files, db, as_json=json)
+    typer.echo(text)
+    if not good:
+        raise typer.Exit(1)
+
+
+@db.command(
+    name="query",
+    epilog="Examples:  lumina-cache db query --chip M3 --mlx-lm 0.32 --model llama --action 'quant:*'   |   "
+    "lumina-cache db query --model smollm2 --state real --json   |   "
+    "lumina-cache db query --about capabilities --chip M3   |   lumina-cache db query --about sources",
+)
+def db_query(
+    chip: Annotated[str | None, typer.Option(help="Part of the chip's name, for example M3.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, metal or cuda.")] = None,
+    mlx: Annotated[str | None, typer.Option(help="MLX's version or its beginning, for example 0.32.")] = None,
+    mlx_lm: Annotated[str | None, typer.Option(help="mlx-lm's version or its beginning.")] = None,
+    lumina_cache: Annotated[
+        str | None, typer.Option("--lumina-cache", help="This library's version or its beginning.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", help="Part of a model's name, its module in mlx-lm, or its fingerprint."
+        ),
+    ] = None,
+    action: Annotated[
+        str | None, typer.Option("--action", "-a", help="An action's text form, with * and ?.")
+    ] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="Only what came from probe, architectures, profile, eval or campaign.")
+    ] = None,
+    state: Annotated[
+        str | None, typer.Option(help="Only one execution state: real, simulated or backend_infeasible.")
+    ] = None,
+    about: Annotated[str, typer.Option(help="actions, capabilities or sources.")] = "actions",
+    limit: Annotated[int, typer.Option(help="Most rows of the table; 0 for all.", min=0)] = 50,
+    db: DatabasePath = None,
+    json: AsJson = False,
+) -> None:
+    """Which actions run on a chip, with versions and a model; which do not, and why."""
+    from rich.console import Console
+
+    from .database import Selection
+    from .database.command import query_command
+
+    selection = Selection(chip, device, mlx, mlx_lm, lumina_cache, model, action, kind, state)
+    typer.echo(query_command(selection, db, about=about, limit=limit, as_json=json, console=Console()))
+
+
+@db.command(
+    name="merge",
+    epilog="Examples:  lumina-cache db merge macbook.duckdb studio.duckdb   |   "
+    "lumina-cache db merge mine.duckdb --db everyone.duckdb",
+)
+def db_merge(
+    files: Annotated[list[Path], typer.Argument(help="Databases of other machines.")],
+    db: DatabasePath = None,
+    json: AsJson = False,
+) -> None:
+    """Take in other databases. Exit code 1 if one of them is bad; nothing of it is taken."""
+    from .database.command import merge_command
+
+    text, good = merge_command(files, db, as_json=json)
+    typer.echo(text)
+    if not good:
+        raise typer.Exit(1)
+
+
+@db.command(
+    name="export",
+    epilog="Examples:  lumina-cache db export out/   |   lumina-cache db export out/ --format csv",
+)
+def db_export(
+    folder: Annotated[Path, typer.Argument(help="Where the files go, one per table.")],
+    format: Annotated[str, typer.Option(help="parquet, csv or json.")] = "parquet",
+    db: DatabasePath = None,
+    json: AsJson = False,
+) -> None:
+    """Write every table as a file of its own. Execution states never share one."""
+    from .database.command import export_command
+
+    typer.echo(export_command(folder, format, db, as_json=json))
+
+
+def _command() -> str:
+    """The command as it could be given again; paths as they were."""
+    import shlex
+
+    return shlex.join(["lumina-cache", *sys.argv[1:]])
 
 
 def _as_json(found: object) -> str:

@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from ._version import __version__
 from .actions import DEFAULT_SINKS, Action, Evict, Keep, Quantize, evicts, singles
+from .agree import Agreement, Stance
 from .apply import Applied, Footprint, execute, first_guarded, held_all, why_not_protected
 from .audit import AuditLog
 from .backend.capabilities import DISK_TIER, ROW_GATHER, BackendProfile, Outcome, packed_attention
@@ -96,6 +97,7 @@ class Controller:
         disk: Lease | None = None,
         guard: float | None = None,
         reach: Reach | None = None,
+        ranks: Agreement | None = None,
     ) -> None:
         self.models = models
         self.budget = budget
@@ -111,6 +113,9 @@ class Controller:
         self.lease = disk
         self.guard = guard
         self.reach = Reach() if reach is None else reach
+        self.ranks = ranks  # others that hold parts of the same cache; None: there are none
+        self._after_step = 0  # bytes predicted last, for as long as nothing grows
+        self._apart = False  # whether the ranks have chosen differently once
         self.suspended: Suspended | None = None
         self.trackers: list[StepTracker] = []
         self.speculative = len(models) > 1
@@ -162,7 +167,10 @@ class Controller:
             if steps.phase != self._phase and not self.speculative:
                 self._until_look = -1
             grows = tokens > 1 or self._slack < 0 or self._unchecked
-            if grows or self._until_look < 0 or (self.watch and self.decider.news()):
+            if self.ranks is not None:
+                self._hold_together(steps, self.ranks, tokens, grows)
+                self._unchecked = tokens > 1
+            elif grows or self._until_look < 0 or (self.watch and self.decider.news()):
                 self._hold_budget(steps, tokens, "predicted_overflow", grows)
                 self._unchecked = tokens > 1
         self._note_step(steps)
@@ -200,7 +208,8 @@ class Controller:
             self.resume()
         if self._pending or self._callers:
             self._settle(steps)
-        if self._unchecked:
+        # What touches one rank's cache between two steps need not touch another's.
+        if self._unchecked and self.ranks is None:
             self._unchecked = False
             self._hold_budget(steps, 1, "after_chunk", True)
 
@@ -285,6 +294,7 @@ class Controller:
             disk=self.lease,
             guard=self.guard,
             reach=self.reach.copy(self.models[0]),
+            ranks=None if self.ranks is None else self.ranks.copy(),
         )
         new.plan = copy.copy(self.plan)
         memo[id(self)] = new
@@ -294,6 +304,7 @@ class Controller:
         new.evicted_by = self.evicted_by
         new._phase, new._looked = self._phase, self._looked
         new._guarded = dict(self._guarded)
+        new._apart = self._apart
         new.log_start(parent=self)
         return new
 
@@ -559,6 +570,66 @@ class Controller:
             self._say_if_over(beginning, tokens, limit.nbytes)
         self._renew_slack(beginning, tokens)
 
+    def _hold_together(self, steps: StepTracker, ranks: Agreement, tokens: int, grows: bool) -> None:
+        """The same for one of several ranks: what is seen is agreed on, and what is done is done by all or by none.
+
+        Raises:
+            RankLostError: another rank is gone; the step has not begun.
+            RanksApartError: the ranks are at different points of the generation; the step has not begun.
+        """
+        decider = self.decider
+        assert decider is not None
+        if grows:
+            self._after_step = self._predicted(steps, tokens)
+        if ranks.due(steps.step, tokens, ranks.over(self._after_step)):
+            held = sum(nbytes_allocated(self._layers(t)) for t in self.trackers)
+            decider.look(held)
+            mine = decider.stance(held, self._after_step)
+            try:
+                with self._busy():
+                    settled = ranks.settle(mine, lambda agreed: self._choose(steps, decider, agreed, tokens))
+            except LuminaError:
+                steps.abandon()
+                raise
+            if not settled.agreed:
+                self._apart = True
+                self._warn("ranks_apart", settled.why)
+            elif settled.action != Keep():
+                with suppress(Exception):  # it is in the log, and the ranks meet before the next step
+                    applied = self._execute(steps, settled.action, "policy", decider.number)
+                    decider.done(applied.observed_peak)
+            if settled.stance.limit is not None:
+                self._after_step = self._predicted(steps, tokens)
+                self._say_if_over(steps, tokens, settled.stance.limit)
+            grows = True
+        if grows:
+            self._renew_slack(steps, tokens)
+
+    def _choose(self, steps: StepTracker, decider: Decider, agreed: Stance, tokens: int) -> Action:
+        """What this rank would do under what all have agreed on. The outlier guard sees this rank's heads only."""
+        limit = Limit(agreed.limit, "the smallest limit of the ranks")
+        state = self._state(steps, self._left_by_others(limit, steps, tokens), tokens)
+        decider.fit(self.probe(steps).group_size)
+        for _ in range(MOST_TRIES):
+            action = decider.decide(
+                state, self.profile(steps), "agreed", self._against_together, agreed
+            ).action
+            guard = self._guard_of(steps)
+            try:
+                if action != Keep() and guard is not None:
+                    self._require_as_weighed(steps, action, guard)
+            except ActionInfeasibleError as error:
+                self._refuse(action, "policy", [Reason("outliers", str(error))])
+                continue
+            return action
+        return Keep()
+
+    def _against_together(self, action: Action) -> tuple[Reason, ...]:
+        """After ranks have chosen differently, only what all of them choose alike is left."""
+        if self._apart and not all(isinstance(p, Keep) or _plain_window(p) for p in singles(action)):
+            return (Reason("ranks_apart", "the ranks chose differently: only evicting by position is left"),)
+        return self._against(action)
+
     def _predicted(self, beginning: StepTracker, tokens: int) -> int:
         """Allocated bytes of all models after ``beginning`` has done a step of ``tokens`` tokens."""
         rows = sum(nbytes_allocated(self._after(t, beginning, tokens)) for t in self.trackers)
@@ -578,9 +649,24 @@ class Controller:
         return after_append(self._layers(steps), tokens if steps is beginning else 0)
 
     def _decide(self, steps: StepTracker, decider: Decider, limit: Limit, tokens: int, trigger: str) -> None:
+        state = self._state(steps, limit, tokens)
+        decider.fit(self.probe(steps).group_size)
+        for _ in range(MOST_TRIES):
+            decision = decider.decide(state, self.profile(steps), trigger, self._against)
+            if decision.action == Keep():
+                return
+            known = len(self._guarded)
+            with suppress(Exception):  # it is in the log; generation must not break because an action did
+                applied = self._execute(steps, decision.action, "policy", decider.number)
+                decider.done(applied.observed_peak)
+            if len(self._guarded) == known:
+                return
+
+    def _state(self, steps: StepTracker, limit: Limit, tokens: int) -> State:
+        """What a decision before a step of ``tokens`` tokens is made on."""
         layers = self._layers(steps)
         remaining = None if self.horizon is None else self.horizon - max(one.offset for one in layers)
-        state = State(
+        return State(
             phase=steps.phase,
             tokens=tokens,
             layers=layers,
@@ -593,17 +679,6 @@ class Controller:
             protect=self.protect,
             evicted_by=self.evicted_by,
         )
-        decider.fit(self.probe(steps).group_size)
-        for _ in range(MOST_TRIES):
-            decision = decider.decide(state, self.profile(steps), trigger, self._against)
-            if decision.action == Keep():
-                return
-            known = len(self._guarded)
-            with suppress(Exception):  # it is in the log; generation must not break because an action did
-                applied = self._execute(steps, decision.action, "policy", decider.number)
-                decider.done(applied.observed_peak)
-            if len(self._guarded) == known:
-                return
 
     def _against(self, action: Action) -> tuple[Reason, ...]:
         """Why not, from earlier attempts: the outlier guard let nothing be done of a codec with as many bits or more."""
@@ -890,6 +965,10 @@ def _held_within(pinned: Pinned, layers: tuple[Held, ...], action: Action | None
     first = min((part.sinks for part in evictions), default=DEFAULT_SINKS)
     last = seen - min((part.recent for part in evictions), default=0)
     return covered((max(first, start), min(end, last)) for start, end in pinned)
+
+
+def _plain_window(action: Action) -> bool:
+    return isinstance(action, Evict) and action.scorer == "sinks_window"
 
 
 def _no_finer(one: Quantize, other: Quantize) -> bool:

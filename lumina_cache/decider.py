@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .actions import ACTION_SPACE_VERSION, Action, Evict, Keep, Quantize
+from .agree import Stance
 from .audit import AuditLog
 from .backend.capabilities import BackendProfile
 from .backend.feasibility import Reason
@@ -107,6 +108,26 @@ class Decider:
         self.keeper, self.limit = self.keeper.after(self.machine, held)
         return self.limit
 
+    def stance(self, held: int, predicted: int) -> Stance:
+        """What was seen at the last look, for other ranks to agree on.
+
+        Args:
+            held: bytes allocated now.
+            predicted: bytes after the coming step.
+        """
+        machine = self.machine
+        mean, spread = self.prediction_error
+        return Stance(
+            limit=self.limit.nbytes,
+            held=held,
+            predicted=predicted,
+            available=None if machine is None else machine.memory_available_bytes,
+            trouble=None if machine is None else self.keeper.lowered is not None,
+            price_of_time=price_of_time(machine, self.weights).time,
+            error_mean=mean,
+            error_spread=spread,
+        )
+
     def seen(self, machine: Snapshot | None) -> None:
         """``machine`` is in the log already."""
         self._signs = signs_of(machine)
@@ -117,20 +138,23 @@ class Decider:
         backend: BackendProfile,
         trigger: str,
         against: Callable[[Action], tuple[Reason, ...]] = lambda action: (),
+        agreed: Stance | None = None,
     ) -> Decision:
         """Ask the policy; what it may not do becomes keeping everything, with a warning.
 
         Args:
             against: more reasons against an action than the classifier knows of.
+            agreed: what several ranks have agreed on, in place of what was seen here.
         """
         start = time.perf_counter()
         machine = self.machine
+        seen = self.stance(0, 0) if agreed is None else agreed
         state = replace(
             state,
             lost=self.lost,
-            prediction_error=self.prediction_error,
-            available=None if machine is None else machine.memory_available_bytes,
-            weights=price_of_time(machine, self.weights),
+            prediction_error=(seen.error_mean or 0.0, seen.error_spread or 0.0),
+            available=seen.available,
+            weights=replace(self.weights, time=seen.price_of_time or 0.0),
             machine=None if machine is None else machine.to_record(),
         )
         candidates = tuple(

@@ -6,10 +6,14 @@ __all__ = [
     "ActionInfeasibleError",
     "ActionSyntaxError",
     "AgreementError",
+    "AnalysisError",
+    "AnalysisUnavailableError",
     "AttentionInputError",
     "BackendInterfaceError",
     "BudgetError",
     "CalibrationError",
+    "CampaignError",
+    "DatabaseError",
     "DiskBudgetError",
     "DiskCorruptError",
     "DiskDirectoryError",
@@ -30,6 +34,7 @@ __all__ = [
     "QueryBankError",
     "RankLostError",
     "RanksApartError",
+    "SimulationError",
     "TableFormatError",
     "UnsupportedCacheError",
 ]
@@ -55,6 +60,14 @@ class CalibrationError(LuminaError, ValueError):
     """A calibration that cannot be made or kept as asked: of this model, within this time, or in this file."""
 
 
+class CampaignError(LuminaError, ValueError):
+    """A plan that no campaign can be made from, or a store that holds another campaign."""
+
+
+class DatabaseError(LuminaError, ValueError):
+    """A feasibility database, or a file for it, that cannot be read or written; or a question it has no answer to."""
+
+
 class ActionSyntaxError(LuminaError, ValueError):
     """The text of an action that the parser does not accept."""
 
@@ -65,6 +78,14 @@ class ActionInfeasibleError(LuminaError):
 
 class AgreementError(LuminaError, ValueError):
     """Numbers or settings that several ranks cannot agree on."""
+
+
+class AnalysisError(LuminaError, ValueError):
+    """A store of observations, or a question to it, that no analysis can be made from."""
+
+
+class AnalysisUnavailableError(LuminaError, ImportError):
+    """A package that the analysis of observations needs is not installed."""
 
 
 class AttentionInputError(LuminaError, ValueError):
@@ -141,6 +162,10 @@ class RanksApartError(LuminaError):
 
 class ObservationError(LuminaError):
     """What was observed of a layer's attention does not fit its rows, or is not enough to rank them by."""
+
+
+class SimulationError(LuminaError, ValueError):
+    """An action, model or state that the simulator has no forward for; says what there is."""
 
 
 class TableFormatError(LuminaError, ValueError):

@@ -178,8 +178,15 @@ def greedy(
     model: Any, prompt: Sequence[int], cache: Any, n: int, **kwargs: Any
 ) -> list[tuple[int, mx.array]]:
     """``n`` greedy tokens of mlx-lm's ``generate_step`` with their log-probabilities (V,)."""
+    return list(greedy_steps(model, prompt, cache, n, **kwargs))
+
+
+def greedy_steps(
+    model: Any, prompt: Sequence[int], cache: Any, n: int, **kwargs: Any
+) -> Iterator[tuple[int, mx.array]]:
+    """The same, one after another."""
     steps = generate_step(mx.array(prompt), model, prompt_cache=cache, max_tokens=n, **kwargs)
-    return [(int(token), logprobs) for token, logprobs in steps]
+    return ((int(token), logprobs) for token, logprobs in steps)
 
 
 def same_bits(a: mx.array, b: mx.array) -> bool:

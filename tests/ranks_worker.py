@@ -24,11 +24,16 @@ from lumina_cache import LuminaCache  # noqa: E402
 from lumina_cache.actions import Action, Evict, Keep, Quantize  # noqa: E402
 from lumina_cache.agree import Agreement, Stance, agreement  # noqa: E402
 from lumina_cache.errors import LuminaError, LuminaWarning  # noqa: E402
-from lumina_cache.estimate import after_append, most_rows_within, nbytes_allocated  # noqa: E402
+from lumina_cache.estimate import after_action, after_append, nbytes_allocated  # noqa: E402
 from lumina_cache.lab.tiny import build  # noqa: E402
-from tests.harness import greedy, held_of, tokens  # noqa: E402
+from lumina_cache.policy import Decision  # noqa: E402
+from lumina_cache.telemetry import PressureLevel, Snapshot  # noqa: E402
+from tests.harness import greedy, greedy_steps, held_of, tokens  # noqa: E402
 
 PROMPT, CHUNK, DECODE = 600, 200, 90
+
+#: For caches that agree by themselves: rows of all tokens fit at 8 bits; some hundred dense ones fit.
+BUDGET = {"whole": 150_000, "whole_dies": 150_000, "whole_differs": 300_000}
 
 
 def say(**record: Any) -> None:
@@ -55,7 +60,7 @@ class Run:
 
     def stance(self, step: int, predicted: int) -> Stance:
         held = self.cache.observe().nbytes_allocated
-        if self.rank == 0 or step < 20:
+        if self.rank == 0 or step < 21:
             return Stance(held=held, predicted=predicted)
         # Rank 1 gets short of memory while decoding, in between two points, and shorter still towards the end.
         share = 0.5 if step < 60 else 0.45
@@ -69,8 +74,13 @@ class Run:
         if self.scenario == "fails" and self.rank == 1:
             raise KeyError("no such profile")
         assert stance.limit is not None
-        rows = most_rows_within(held_of(self.cache), stance.limit, then=lambda one: after_append(one, 2))
-        return Evict("sinks_window", rows=rows)
+        held, limit = held_of(self.cache), stance.limit
+
+        def fits(rows: int) -> bool:
+            after = after_action(held, Evict("sinks_window", rows=rows))
+            return nbytes_allocated(after_append(after, 2)) <= limit
+
+        return Evict("sinks_window", rows=max(filter(fits, range(8, PROMPT + DECODE))))
 
     # -- the run
 
@@ -162,15 +172,92 @@ class Run:
         say(done=True, nbytes=self.cache.observe().nbytes_allocated, last=logits[0, -1, :8].tolist())
 
 
+class Machine:
+    """Made-up telemetry: rank 0 knows nothing of its memory; rank 1's gets short while decoding."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.looked, self.short = rank, 0, False
+
+    @property
+    def latest(self) -> Snapshot:
+        self.looked += 1
+        known = PressureLevel.WARN if self.short else PressureLevel.NORMAL
+        return Snapshot(
+            monotonic_seconds=float(self.looked),
+            unix_seconds=0.0,
+            platform="test",
+            pressure_level=PressureLevel.UNKNOWN if self.rank == 0 else known,
+            unknown={"memory_available_bytes": "not measured"},
+        )
+
+
+class Whole:
+    """A sharded llama whose cache agrees with the other rank's by itself, run by mlx-lm's ``generate_step``."""
+
+    def __init__(self, scenario: str, group: Any) -> None:
+        self.scenario, self.rank, self.entered = scenario, group.rank(), 0.0
+        self.model = build("llama")
+        self.model.shard(group)
+        policy = Stubborn(self.rank) if scenario == "whole_differs" else None
+        self.machine = Machine(self.rank)
+        self.cache = LuminaCache(
+            self.model, budget=BUDGET[scenario], group=group, telemetry=self.machine, policy=policy
+        )
+        ranks = self.cache._control.ranks
+        assert ranks is not None
+        self.ranks: Agreement = ranks
+
+    def go(self) -> None:
+        prompt = tokens(PROMPT)[0].tolist()
+        out: list[int] = []
+        for token, _ in greedy_steps(self.model, prompt, self.cache, DECODE, prefill_step_size=CHUNK):
+            out.append(token)
+            if self.scenario == "whole_dies" and self.rank == 1 and len(out) == 30:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.machine.short = self.rank == 1 and len(out) >= 20
+            if self.rank == 0 and len(out) % 7 == 0:
+                self.cache.observe()  # what only one rank does must not matter
+                _ = self.cache.nbytes
+            self.entered = time.perf_counter()
+        for record in self.cache.log.records:
+            if record["event"] == "action.applied":
+                say(
+                    applied=record["action"],
+                    rows=[record["rows_before"], record["rows_after"]],
+                    after=record["after"]["nbytes_allocated"],
+                )
+            if record["event"] == "warning":
+                say(warned=record["code"])
+        say(done=True, nbytes=self.cache.observe().nbytes_allocated, tokens=out, points=self.ranks._number)
+
+
+class Stubborn:
+    """A policy that differs between ranks, for as long as it may."""
+
+    name = "stubborn"
+
+    def __init__(self, rank: int) -> None:
+        self.bits = (8, 4)[rank]
+
+    def decide(self, state: Any, candidates: Any) -> Decision:
+        own = [c for c in candidates if c.feasible and c.nbytes_next <= state.limit.nbytes]
+        coded = [c for c in own if isinstance(c.action, Quantize) and c.action.key_bits == self.bits]
+        fewest = min(candidates, key=lambda c: (not c.feasible, c.nbytes_next))
+        return Decision((coded or own or [fewest])[0].action, "stubborn")
+
+
 def main(scenario: str) -> None:
     group = mx.distributed.init(strict=True, backend="ring")
-    run = Run(scenario, group)
+    run: Any = Whole(scenario, group) if scenario.startswith("whole") else Run(scenario, group)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", LuminaWarning)
         try:
-            {"generate": run.generate, "bench": run.bench}.get(scenario, run.go)()
-        except LuminaError as error:
+            # A sharded model's own collective may be the first to find out, in mlx's words.
+            (run.generate if scenario == "generate" else run.bench if scenario == "bench" else run.go)()
+        except (LuminaError, RuntimeError) as error:
             say(error=type(error).__name__, text=str(error), step_seconds=time.perf_counter() - run.entered)
+            if not isinstance(error, LuminaError):
+                return
             start = time.perf_counter()
             try:
                 run.ranks.agree(Stance())

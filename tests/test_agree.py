@@ -21,9 +21,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lumina_cache import LuminaCache
 from lumina_cache.actions import Evict, Keep, Reclaim
 from lumina_cache.agree import CHUNK_TOKENS, Agreement, Stance, agreement, decode, encode, tightest
-from lumina_cache.errors import AgreementError, LuminaError, LuminaWarning, RanksApartError
+from lumina_cache.errors import (
+    AgreementError,
+    LuminaError,
+    LuminaWarning,
+    RanksApartError,
+    UnsupportedCacheError,
+)
 from lumina_cache.peers import GroupPeers
 
 T = TypeVar("T")
@@ -216,7 +223,7 @@ def test_ranks_meet_at_chunks_and_every_so_many_tokens_and_at_overflow_of_what_w
                     assert ranks.confirm(Reclaim())
         return met
 
-    assert Together(2).run(body) == [[1, 2, 12, *range(17, 33)]] * 2
+    assert Together(2).run(body) == [[1, 2, 3, 13, *range(17, 33)]] * 2
 
 
 def test_an_overflow_that_a_decision_left_as_it_was_waits_for_the_next_regular_point() -> None:
@@ -376,10 +383,10 @@ def actions(said: list[dict[str, Any]]) -> list[tuple[int, str]]:
 def test_two_processes_act_alike_while_only_one_of_them_is_short_of_memory(tmp_path: Path) -> None:
     mine, other = launch("pressure", tmp_path)
     assert common(mine) == common(other)
-    # Rank 1's memory gets short before step 20 and before step 60, rank 0 never sees anything; they meet every 16 tokens.
-    assert [step for step, _ in actions(mine)] == [35, 68]
+    # Rank 1's memory gets short before step 21 and before step 60, rank 0 never sees anything; they meet every 16 tokens.
+    assert [step for step, _ in actions(mine)] == [36, 69]
     after = {one["step"]: one for one in mine if "step" in one}
-    for step in (36, 69):
+    for step in (37, 70):
         assert after[step]["nbytes"] <= after[step]["limit"]
         assert after[step]["limited_by"] == 1
     assert [one["step"] for one in mine if one.get("tokens", 1) > 1] == [1, 2, 3]
@@ -395,7 +402,7 @@ def test_a_models_own_collectives_and_the_agreement_leave_each_other_alone(
     mine, other = launch(scenario, tmp_path)
     assert mine[-2]["done"], (tmp_path / "err0").read_text()
     assert common(mine) == common(other)
-    assert [step for step, _ in actions(mine)] == [35, 68]
+    assert [step for step, _ in actions(mine)] == [36, 69]
 
 
 @pytest.mark.slow
@@ -405,7 +412,7 @@ def test_two_processes_that_do_not_choose_alike_keep_everything(scenario: str, t
     assert actions(mine) == actions(other) == []
     points = [one["step"] for one in mine if not one.get("agreed", True)]
     assert points == [one["step"] for one in other if not one.get("agreed", True)]
-    assert points == [35, 51, 67, 83]
+    assert points == [36, 52, 68, 84]
     assert mine[-2]["nbytes"] == other[-2]["nbytes"]
     assert mine[-1]["warnings"]
     assert other[-1]["warnings"]
@@ -416,7 +423,7 @@ def test_an_action_that_fails_on_one_rank_does_not_take_the_ranks_apart(tmp_path
     mine, other = launch("action_fails", tmp_path)
     met = [(one["step"], one["action"], one["even"]) for one in mine if "step" in one]
     assert met == [(one["step"], one["action"], one["even"]) for one in other if "step" in one]
-    assert [even for step, _, even in met if step > 35] == [False] * 4
+    assert [even for step, _, even in met if step > 36] == [False] * 4
     assert mine[-2]["done"]
     assert other[-2]["done"]
     assert mine[-2]["nbytes"] < other[-2]["nbytes"]
@@ -430,7 +437,7 @@ def test_a_rank_that_is_lost_ends_the_other_with_a_typed_error_within_the_deadli
     start = time.monotonic()
     mine, other = launch(scenario, tmp_path, seconds=60)
     assert time.monotonic() - start < 60
-    assert max(one.get("step", 0) for one in other) == 36, (
+    assert max(one.get("step", 0) for one in other) == 37, (
         "the other rank was not lost where it should have been"
     )
     error, second, _ = mine[-3:]
@@ -440,3 +447,47 @@ def test_a_rank_that_is_lost_ends_the_other_with_a_typed_error_within_the_deadli
     assert second["second"] == "RankLostError"
     assert second["seconds"] < 0.5
     assert not [one for one in mine if one.get("step", 0) > 40]
+
+
+# -- a cache that agrees by itself ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_caches_of_two_ranks_hold_one_budget_alike_while_only_one_sees_pressure(tmp_path: Path) -> None:
+    """A sharded llama under mlx-lm's ``generate_step``; rank 0 knows nothing of its memory, and is looked at in between."""
+    mine, other = launch("whole", tmp_path)
+    assert common(mine) == common(other)
+    applied = [one for one in mine if "applied" in one]
+    # The first while the prompt is read, under the budget; the second under the pressure that rank 1 sees.
+    assert len(applied) >= 2, applied
+    assert all(one["after"] <= 150_000 for one in applied)
+    assert mine[-2]["nbytes"] <= 150_000
+    assert len(mine[-2]["tokens"]) == 90
+    assert mine[-1] == {"warnings": []}
+
+
+@pytest.mark.slow
+def test_caches_of_ranks_that_choose_differently_fall_back_on_eviction_by_position(tmp_path: Path) -> None:
+    mine, other = launch("whole_differs", tmp_path)
+    assert common(mine) == common(other)
+    assert [one["warned"] for one in mine if one.get("warned") == "ranks_apart"] == ["ranks_apart"]
+    applied = [one["applied"] for one in mine if "applied" in one]
+    assert applied
+    assert all(one.startswith("evict:sinks_window") for one in applied)
+    assert mine[-2]["nbytes"] <= 300_000
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_generation_of_the_other(tmp_path: Path) -> None:
+    start = time.monotonic()
+    mine, _ = launch("whole_dies", tmp_path, seconds=60)
+    assert time.monotonic() - start < 60
+    [error] = [one for one in mine if "error" in one]
+    assert error["error"] in ("RankLostError", "RuntimeError")
+    assert error["step_seconds"] < 10.0
+
+
+def test_ranks_cannot_share_a_joint_cache_with_a_draft(tiny: Any) -> None:
+    model = tiny("llama")
+    with pytest.raises(UnsupportedCacheError, match="draft_model"):
+        LuminaCache(model, draft_model=model, group=object())

@@ -16,8 +16,9 @@ from lumina_cache.lab.evaluate.documents import DOMAINS, EvalDocument, cut, sele
 from lumina_cache.lab.evaluate.plan import Plan, parse_contexts
 from lumina_cache.lab.evaluate.render import as_markdown, as_table, put_between
 from lumina_cache.lab.evaluate.statistics import bootstrap_mean, geometric_mean
-from lumina_cache.lab.evaluate.table import gates, quality_points, rows
+from lumina_cache.lab.evaluate.table import gates, rows
 from lumina_cache.lab.evaluate.tasks import continuation, planted
+from lumina_cache.policy import quality_points
 
 # -- documents ----------------------------------------------------------------------------------------------------------
 

@@ -82,8 +82,8 @@ def test_within_a_prompt_a_codec_that_slows_its_chunks_gives_way() -> None:
         prompt_seconds=0.01,
     )
     limit = nbytes_allocated(next_layers(LAYERS, 128)) * 2 // 3
-    for tokens, best in ((1, packed.action), (128, other)):
-        decision, _ = decide(limit, tokens=tokens, profile=figures)
+    for coming, best in ((1, packed.action), (128, other)):
+        decision, _ = decide(limit, tokens=coming, profile=figures)
         assert decision.action == best
 
 

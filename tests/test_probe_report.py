@@ -43,7 +43,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, measured: Matrix, tiny: Any, tmp_path
 
 def test_json_is_one_document_with_everything_that_was_found(quick: dict[str, Any]) -> None:
     found = json.loads(probe_command("gpt_oss", as_json=True, **quick))
-    assert set(found) == {"installation", "matrix", "disk", "model", "architectures"}
+    assert set(found) == {"made", "lumina_cache", "installation", "matrix", "disk", "model", "architectures"}
     assert found["installation"]["mlx"] == mx.__version__
     assert found["disk"]["path"] == str(quick["directory"])
     assert found["architectures"] is None

@@ -76,6 +76,7 @@ class ArchitectureTable:
     action_space: str
     date: str  #: of the run, ISO 8601
     architectures: tuple[Architecture, ...]
+    machine: str | None = None  #: name of the chip; None in files that do not say it
 
     @property
     def built(self) -> tuple[Architecture, ...]:
@@ -112,6 +113,7 @@ class ArchitectureTable:
             "format": FORMAT,
             "device": self.device,
             "system": self.system,
+            "machine": self.machine,
             "mlx": self.mlx,
             "mlx_lm": self.mlx_lm,
             "lumina_cache": self.lumina_cache,
@@ -134,6 +136,7 @@ class ArchitectureTable:
                 raise TableFormatError(f"{source}: format {record['format']}, this version reads {FORMAT}")
             return cls(
                 architectures=tuple(_architecture(record, *item) for item in record["modules"].items()),
+                machine=record.get("machine"),
                 **{
                     k: record[k]
                     for k in ("device", "system", "mlx", "mlx_lm", "lumina_cache", "action_space", "date")

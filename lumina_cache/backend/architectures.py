@@ -27,7 +27,7 @@ from ..lab.tiny import NOT_MODELS, SPECS, UNBUILDABLE, installed_modules
 from .architecture_page import page
 from .architecture_table import Architecture, ArchitectureTable, Entry, load_tables, write_table
 from .architecture_trial import classify_module, grid
-from .installation import device_kind
+from .installation import device_kind, probe_installation
 from .interface import mlx_lm_version, mlx_version
 from .isolate import Answer, ask
 
@@ -83,7 +83,13 @@ def classify_all(
         action_space=ACTION_SPACE_VERSION,
         date=datetime.now(UTC).date().isoformat(),
         architectures=tuple(found[n] for n in sorted(found)),
+        machine=_machine(),
     )
+
+
+def _machine() -> str | None:
+    name = probe_installation().device_info.get("device_name")
+    return None if name is None else str(name)
 
 
 def _why_not(module: str) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from .._version import __version__
 from ..budget import format_bytes
 from .architecture_table import ArchitectureTable
 from .architectures import classify_all
@@ -67,6 +69,8 @@ def probe_command(
     if as_json:
         return json.dumps(
             {
+                "made": datetime.now(UTC).isoformat(timespec="seconds"),
+                "lumina_cache": __version__,
                 "installation": installation.to_record(),
                 "matrix": matrix.to_record(),
                 "disk": disk.to_record(),

@@ -17,7 +17,7 @@ from ..backend.probe import remembered_probe
 from ..budget import budget_nbytes, format_bytes
 from ..cache import CacheView, LuminaCache, policy_of
 from ..controller import smallest_budget
-from ..gap.gap import gap_of_log
+from ..gap.decisions import gap_of_log
 from ..gap.report import as_text
 from ..layers import leaves
 from ..report import describe

@@ -13,7 +13,7 @@ from .adaptive import Adaptive
 from .candidates import candidates_for, next_layers, plans_for, weigh
 from .limits import Limit, LimitKeeper, price_of_time
 from .others import Greedy, Window
-from .score import KL_PER_POINT, OVERFLOW_POINTS, Inputs, Score, Weights, score
+from .score import KL_PER_POINT, OVERFLOW_POINTS, Inputs, Score, Weights, quality_points, score, time_points
 from .values import DEFAULT_HORIZON, Candidate, Decision, Policy, State
 
 __all__ = [
@@ -37,7 +37,9 @@ __all__ = [
     "next_layers",
     "plans_for",
     "price_of_time",
+    "quality_points",
     "score",
+    "time_points",
     "weigh",
 ]
 

@@ -15,11 +15,21 @@ A term whose input is unknown is unknown, and is left out of the sum; the score 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["KL_PER_POINT", "OVERFLOW_POINTS", "Inputs", "Score", "Weights", "score"]
+__all__ = [
+    "KL_PER_POINT",
+    "OVERFLOW_POINTS",
+    "TIME_PER_POINT",
+    "Inputs",
+    "Score",
+    "Weights",
+    "quality_points",
+    "score",
+    "time_points",
+]
 
 KL_PER_POINT = 0.02
 OVERFLOW_POINTS = 100.0
@@ -93,24 +103,38 @@ def score(inputs: Inputs, weights: Weights = Weights()) -> Score:
     return Score(quality, time, risk, -(quality + weights.time * (time or 0.0) + weights.risk * risk) + 0.0)
 
 
+def quality_points(kl: Any, p95: Any = None, greatest: Callable[[Any, Any], Any] = max) -> Any:
+    """Q in points of a mean KL and its 95th percentile (nats per token); without the tail's term where p95 is None.
+
+    For numbers, and with another ``greatest`` for what is computed like numbers: arrays (``numpy.maximum``) and columns
+    of a table (``ibis.greatest``).
+    """
+    tail = 0.0 if p95 is None else greatest(0.0, p95 - 4 * kl) / 2
+    return (kl + tail) / KL_PER_POINT
+
+
+def time_points(ratio: Any, log: Callable[[Any], Any] = math.log) -> Any:
+    """T in points of a time over that of the dense, full cache; ``log`` for what is computed like numbers."""
+    return log(ratio) / TIME_PER_POINT + 0.0
+
+
 def _quality(x: Inputs) -> float | None:
     if x.kl is None:
         return None
-    tail = 0.0 if x.p95 is None else max(0.0, x.p95 - 4 * x.kl) / 2
-    return (x.kl + tail) / KL_PER_POINT
+    return float(quality_points(x.kl, x.p95))
 
 
 def _time(x: Inputs) -> float | None:
     if x.time_ratio is None:
         return None
     if not x.step_seconds:
-        return math.log(x.time_ratio) / TIME_PER_POINT + 0.0
+        return float(time_points(x.time_ratio))
     prompt = x.prompt_tokens * (x.prompt_seconds or 0.0)
     if prompt and x.prompt_ratio is None:
         return None
     steps = x.step_seconds * max(1, x.horizon)
     seconds = (x.own_seconds or 0.0) + prompt * (x.prompt_ratio or 0.0) + steps * x.time_ratio
-    return math.log(seconds / (prompt + steps)) / TIME_PER_POINT + 0.0
+    return float(time_points(seconds / (prompt + steps)))
 
 
 def _risk(x: Inputs) -> float:

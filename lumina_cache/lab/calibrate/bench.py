@@ -37,7 +37,5 @@ class ObservedBench(Bench):
         return LuminaCache(self.model, **settings)
 
     def close(self) -> None:
-        for cache in (self.full, self.full_planted):
-            if cache is not None:
-                cache.close()
+        super().close()
         gc.collect()  # copies that subjects changed have hooks of their own, closed when they are collected

@@ -12,13 +12,12 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from ...errors import EvaluationError
-from ...reach import rung_of
 from ..models import load_model
 from .documents import user_texts
 from .plan import QUICK, Plan, parse_contexts
 from .render import as_json, as_markdown, print_result, put_between
 from .results import read_result
-from .run import Progress, evaluate
+from .run import Progress, evaluate, rungs_of
 from .subjects import parse_subjects
 
 __all__ = ["DEFAULT_ACTIONS", "eval_command"]
@@ -57,7 +56,7 @@ def eval_command(
     else:
         plan = _plan(quick, contexts, documents, tests, block, seed)
         subjects = parse_subjects(actions or DEFAULT_ACTIONS)
-        level = rung_of(rung)
+        levels = rungs_of(rung)
         own = user_texts(texts) if texts else None
         console = Console(stderr=True)
         with console.status("loading the model"):
@@ -69,7 +68,7 @@ def eval_command(
                 bar.update(task, completed=progress.done, total=progress.total, description=progress.what)
 
             try:
-                found = evaluate(loaded, subjects, plan, rung=level, texts=own, out=out, on_progress=show)
+                found = evaluate(loaded, subjects, plan, rung=levels, texts=own, out=out, on_progress=show)
             except KeyboardInterrupt:
                 bar.stop()
                 if out is not None:

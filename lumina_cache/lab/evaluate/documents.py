@@ -9,7 +9,7 @@ same Python, model and plan give the same documents; ``sha256`` of text and toke
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -125,12 +125,18 @@ def cut(texts: Sequence[Document], tokenizer: Any, context: int, length: int) ->
 
 
 def select(
-    tokenizer: Any, context: int, count: int, length: int, texts: Sequence[Document] | None = None
+    tokenizer: Any,
+    context: int,
+    count: int,
+    length: int,
+    texts: Sequence[Document] | None = None,
+    domains: Sequence[str] | None = None,
 ) -> tuple[list[EvalDocument], list[Shortage]]:
     """``count`` documents, domains taking turns, and what was lacking.
 
     Args:
-        texts: the user's own; None for the three domains.
+        texts: the user's own; None for those of ``domains``.
+        domains: names of some of :data:`DOMAINS`; None for all.
 
     Raises:
         EvaluationError: if there is not one document of that length.
@@ -141,7 +147,7 @@ def select(
         }
         lacking: list[Shortage] = []
     else:
-        groups, lacking = _own_groups(context)
+        groups, lacking = _own_groups(context, DOMAINS if domains is None else domains)
     each = {name: -(-(count - i) // len(groups)) for i, name in enumerate(groups)}
     found: dict[str, list[EvalDocument]] = {}
     for name, group in groups.items():
@@ -165,12 +171,12 @@ def select(
     return chosen, lacking
 
 
-def _own_groups(context: int) -> tuple[dict[str, list[Document]], list[Shortage]]:
+def _own_groups(context: int, domains: Iterable[str]) -> tuple[dict[str, list[Document]], list[Shortage]]:
     groups: dict[str, list[Document]] = {}
     lacking = []
-    for name, makers in DOMAINS.items():
+    for name in domains:
         groups[name] = []
-        for make in makers():
+        for make in DOMAINS[name]():
             try:
                 groups[name].append(make())
             except LuminaError as error:

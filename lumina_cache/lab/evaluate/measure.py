@@ -2,14 +2,17 @@
 
 The prompt is read once per context. Each subject changes a copy, and copies of that answer each test, so that no test
 sees what another fed. Logits of the full cache are computed once, over the same blocks.
+
+With several rungs the prompt is read at the deepest, and its rows are handed to caches of the others: each subject is
+measured once, at the least rung that carries it out, and the refusals of those before it are kept.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +26,10 @@ from ...errors import EngagementError
 from ..answer import detached_copy
 from ..compare import interleaved_rates, kl_and_agreement, log_softmax, percentile
 from .documents import EvalDocument
+from .head import Halves, halves
 from .plan import Plan
 from .storage import Stored, stored
-from .subjects import Subject, Taken
+from .subjects import Reasons, Refused, Subject, Taken
 from .tasks import Continuation, Copy, Lookup, Planted, continuation, planted
 
 __all__ = ["Bench", "log_probabilities", "read_prompt"]
@@ -41,13 +45,28 @@ def read_prompt(model: Any, cache: Any, tokens: tuple[int, ...], chunk: int) -> 
         mx.eval([entry.state for entry in cache])
 
 
-def log_probabilities(model: Any, cache: Any, tokens: tuple[int, ...], block: int) -> mx.array:
-    """Log-probabilities (T, V) after each of ``tokens``, fed ``block`` at a time; advances ``cache``."""
+def log_probabilities(
+    model: Any,
+    cache: Any,
+    tokens: tuple[int, ...],
+    block: int,
+    *,
+    scored: int | None = None,
+    split: Halves | None = None,
+) -> mx.array:
+    """Log-probabilities (T, V) after each of the last ``scored`` ``tokens`` (default: all); advances ``cache``.
+
+    Tokens are fed ``block`` at a time; with ``split``, they meet the vocabulary together.
+    """
+    body = model if split is None else split.body
     out = []
     for i in range(0, len(tokens), block):
-        out.append(log_softmax(model(mx.array(tokens[i : i + block])[None], cache=cache)[0]))
+        out.append(body(mx.array(tokens[i : i + block])[None], cache=cache)[0])
         mx.eval(out[-1])
-    return out[0] if len(out) == 1 else mx.concatenate(out, axis=0)
+    found = (out[0] if len(out) == 1 else mx.concatenate(out, axis=0))[-(scored or len(tokens)) :]
+    logprobs = log_softmax(found if split is None else split.head(found[None])[0])
+    mx.eval(logprobs)
+    return logprobs
 
 
 def nll(logprobs: mx.array, expected: tuple[int, ...]) -> float:
@@ -71,8 +90,12 @@ class Bench:
     plan: Plan
     index: int  #: of the document within its context
     disk: bool = False  #: whether caches may write rows to files
-    rung: Rung = Rung.CACHE
+    rung: Rung = Rung.CACHE  #: at which the prompt is read
+    rungs: tuple[
+        Rung, ...
+    ] = ()  #: at which subjects are tried; default: that of the prompt, which is the deepest
     observe: tuple[str, ...] = ()  #: scorers that watch the prompt's attention, at rung hook
+    by_token: bool = False  #: whether records hold T1's KL of every token
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,6 +105,10 @@ class Bench:
         self.task: Continuation = continuation(self.document, plan)
         self.asks: Planted = planted(self.document, self.tokenizer, plan, self.index)
         self.needs_planted = bool({"T2", "T3"} & set(plan.tests))
+        self.rungs = tuple(sorted(self.rungs)) or (self.rung,)
+        self.rung = self.rungs[-1]
+        self.split = halves(self.model)
+        self._lower: dict[tuple[Rung, bool], LuminaCache] = {}
         with self._clock("prefill"):
             self.full = self._filled(self.task.context)
             self.full_planted = self._filled(self.asks.context) if self.needs_planted else None
@@ -90,21 +117,37 @@ class Bench:
             self._answer()
 
     def _filled(self, context: tuple[int, ...]) -> LuminaCache:
-        cache = LuminaCache(
+        cache = self._empty(self.rung)
+        read_prompt(self.model, cache, context, self.plan.chunk)
+        return cache
+
+    def _empty(self, rung: Rung) -> LuminaCache:
+        return LuminaCache(
             self.model,
             telemetry=False,
             log=None,
             disk=self.disk,
             guard=False,
-            rung=self.rung,
-            observe=self.observe if self.rung == Rung.HOOK else None,
+            rung=rung,
+            observe=self.observe if rung == Rung.HOOK else None,
         )
-        read_prompt(self.model, cache, context, self.plan.chunk)
-        return cache
+
+    def _at(self, rung: Rung, planted: bool) -> LuminaCache:
+        """A full cache opened at ``rung`` with the rows that the prompt left."""
+        full = self.full_planted if planted else self.full
+        assert full is not None
+        if rung == self.rung:
+            return full
+        if (rung, planted) not in self._lower:
+            new = self._empty(rung)
+            for i, entry in enumerate(detached_copy(full).to_mlx()):
+                new[i] = entry
+            self._lower[rung, planted] = new
+        return self._lower[rung, planted]
 
     def close(self) -> None:
         """Close the full caches, and with them what they hold on to (hooks, files)."""
-        for cache in (self.full, self.full_planted):
+        for cache in (self.full, self.full_planted, *self._lower.values()):
             if cache is not None:
                 cache.close()
 
@@ -116,11 +159,12 @@ class Bench:
 
     # What follows leaves the cache that it is given as it is, and feeds a copy.
 
-    def _log_probabilities(self, cache: Any, fed: tuple[int, ...], scored: int) -> mx.array:
-        with _copied(cache) as own:
-            found = log_probabilities(self.model, own, fed, self.plan.block)[-scored:]
-            mx.eval(found)
-        return found
+    def _log_probabilities(
+        self, cache: Any, fed: tuple[int, ...], scored: int, last: bool = False
+    ) -> mx.array:
+        """``last``: nobody asks ``cache`` after this, so that it may be fed itself."""
+        with nullcontext(cache) if last else _copied(cache) as own:
+            return log_probabilities(self.model, own, fed, self.plan.block, scored=scored, split=self.split)
 
     def _answer(self) -> None:
         """What the full cache says, and what is said without most of the context."""
@@ -132,7 +176,7 @@ class Bench:
             read_prompt(self.model, short, task.context[-plan.short_context :], plan.chunk)
             self.reference["T1"] = {
                 "nll": nll(self.continued, task.expected),
-                "nll_short_context": nll(self._continue(short), task.expected),
+                "nll_short_context": nll(self._continue(short, last=True), task.expected),
             }
         if "T2" in plan.tests:
             self.copied = [self._copy(self.full_planted, c) for c in self.asks.copies]
@@ -152,8 +196,8 @@ class Bench:
             self.run = self._greedy(self.full, None)
             self.reference["T5"] = {"tokens": len(self.run)}
 
-    def _continue(self, cache: Any) -> mx.array:
-        return self._log_probabilities(cache, self.task.fed, len(self.task.fed))
+    def _continue(self, cache: Any, last: bool = False) -> mx.array:
+        return self._log_probabilities(cache, self.task.fed, len(self.task.fed), last)
 
     def _copy(self, cache: Any, copy: Copy) -> mx.array:
         return self._log_probabilities(cache, copy.fed, len(copy.expected))
@@ -189,20 +233,37 @@ class Bench:
         }
 
     def measure(self, subject: Subject) -> dict[str, Any]:
-        """One subject on this document.
+        """One subject on this document, at the least rung that carries it out.
 
         Raises:
-            Refused: it cannot be carried out in this state.
+            Refused: it cannot be carried out in this state, at none of the rungs.
             EngagementError: it was carried out, and nothing changed or bytes are not those predicted.
         """
         self.seconds = {}
+        refused: list[tuple[Rung, Reasons]] = []
+        for rung in self.rungs if subject.rung is None else self.rungs[-1:]:
+            try:
+                record = self._measure_at(rung, subject)
+            except Refused as refusal:
+                refused.append((rung if subject.rung is None else subject.rung, refusal.reasons))
+                continue
+            return {
+                **record,
+                "rung": (rung if subject.rung is None else subject.rung).name.lower(),
+                "refused": [
+                    {"rung": at.name.lower(), "reasons": [dict(r) for r in why]} for at, why in refused
+                ],
+            }
+        raise Refused(_all_reasons(refused))
+
+    def _measure_at(self, rung: Rung, subject: Subject) -> dict[str, Any]:
         with ExitStack() as stack:
             with self._clock("take"):
-                taken = subject.take(self.full, self.model)
+                taken = subject.take(self._at(rung, False), self.model)
                 stack.callback(_close, taken.cache)
                 other = None
-                if self.full_planted is not None:
-                    other = subject.take(self.full_planted, self.model).cache
+                if self.needs_planted:
+                    other = subject.take(self._at(rung, True), self.model).cache
                     stack.callback(_close, other)
             return self._measured(subject, taken, other)
 
@@ -231,7 +292,7 @@ class Bench:
         moved = []
         if "T1" in plan.tests:
             with self._clock("T1"):
-                record["T1"] = self._continuation(taken.cache)
+                record["T1"] = self.continuation(taken.cache, last=not (self.free or self.timed))
             moved.append(record["T1"]["kl_max"])
         if "T2" in plan.tests:
             with self._clock("T2"):
@@ -264,11 +325,12 @@ class Bench:
                     f"{subject.text}: {predicted} bytes {what} were predicted, but the arrays hold {found}"
                 )
 
-    def _continuation(self, cache: Any) -> dict[str, Any]:
-        tried = self._continue(cache)
+    def continuation(self, cache: Any, last: bool = True) -> dict[str, Any]:
+        """T1 of a changed cache, which ``last`` allows to be fed itself."""
+        tried = self._continue(cache, last)
         kl, same = kl_and_agreement(self.continued, tried)
         loss = nll(tried, self.task.expected)
-        return {
+        found = {
             "kl_mean": float(kl.mean()),
             "kl_p95": percentile(kl, 0.95),
             "kl_max": float(np.abs(kl).max()),
@@ -277,6 +339,7 @@ class Bench:
             "nll": loss,
             "nll_change": loss - self.reference["T1"]["nll"],
         }
+        return {**found, "kl": kl.tolist()} if self.by_token else found
 
     def _copies(self, cache: Any) -> dict[str, Any]:
         by_depth = []
@@ -313,6 +376,13 @@ def _copied(cache: Any) -> Iterator[Any]:
         yield own
     finally:
         _close(own)
+
+
+def _all_reasons(refused: Sequence[tuple[Rung, Reasons]]) -> Reasons:
+    """Reasons of every rung; where there are several, each says of which."""
+    if len(refused) == 1:
+        return refused[0][1]
+    return tuple({**reason, "rung": rung.name.lower()} for rung, reasons in refused for reason in reasons)
 
 
 def _close(cache: Any) -> None:

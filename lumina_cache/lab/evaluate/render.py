@@ -41,13 +41,56 @@ def as_table(result: Mapping[str, Any]) -> RenderableType:
         table = Table(title=_title(result, context), title_justify="left", box=None, pad_edge=False)
         table.add_column("action", overflow="fold")
         table.add_column("share", justify="right", no_wrap=True)
+        several = _several(result)
+        if several:
+            table.add_column("from rung", no_wrap=True)
         for name in columns:
             table.add_column(_COLUMNS[name][0], justify="right", no_wrap=True)
         for row in _measured(result, context):
-            table.add_row(row["action"], f"{row['share16']:.1%}", *(_cell(row, c) for c in columns))
+            since = (row["rung"],) if several else ()
+            table.add_row(row["action"], f"{row['share16']:.1%}", *since, *(_cell(row, c) for c in columns))
         parts += [table, Text("")]
+        if several:
+            parts += [_best_table(result, context), Text("")]
     parts.append(Text("\n".join(_notes(result))))
     return Group(*parts)
+
+
+def _best_table(result: Mapping[str, Any], context: int) -> Table:
+    rungs = result["header"]["rung"].split(",")
+    table = Table(title=_BEST, title_justify="left", box=None, pad_edge=False)
+    table.add_column("share", justify="right", no_wrap=True)
+    for rung in rungs:
+        table.add_column(rung, overflow="fold")
+    for share, cells in _best_rows(result, context, rungs):
+        table.add_row(share, *cells)
+    return table
+
+
+_BEST = "Least KL of T1 by rung, within a share of the bytes"
+
+
+def _best_rows(result: Mapping[str, Any], context: int, rungs: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """A line for each share: what each rung does best, or that it has nothing."""
+    here = [b for b in result["best"] if b["context"] == context]
+    found = []
+    for share in dict.fromkeys(b["share"] for b in here):
+        cells, before = [], None
+        for rung in rungs:
+            (one,) = [b for b in here if b["share"] == share and b["rung"] == rung]
+            if one["action"] is None:
+                cells.append("–")
+            elif one["action"] == before:
+                cells.append("the same")
+            else:
+                cells.append(f"{one['kl_mean']:.4f} {one['action']}")
+            before = one["action"]
+        found.append((f"≤ {100 * share:g} %", cells))
+    return found
+
+
+def _several(result: Mapping[str, Any]) -> bool:
+    return "," in result["header"]["rung"]
 
 
 def print_result(result: Mapping[str, Any], console: Console) -> None:
@@ -59,13 +102,27 @@ def as_markdown(result: Mapping[str, Any]) -> str:
     lines: list[str] = []
     for context in _contexts(result):
         columns = _columns(result, context)
-        heads = ["action", "share", *(_COLUMNS[c][0] for c in columns)]
+        several = _several(result)
+        heads = ["action", "share", *(["from rung"] if several else []), *(_COLUMNS[c][0] for c in columns)]
         lines += [f"**{_title(result, context)}**", "", f"| {' | '.join(heads)} |"]
         lines.append("| --- " + "| ---: " * (len(heads) - 1) + "|")
         for row in _measured(result, context):
-            cells = [f"`{row['action']}`", f"{row['share16']:.1%}", *(_cell(row, c) for c in columns)]
+            since = [row["rung"]] if several else []
+            cells = [f"`{row['action']}`", f"{row['share16']:.1%}", *since, *(_cell(row, c) for c in columns)]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
+        if several:
+            rungs = result["header"]["rung"].split(",")
+            lines += [
+                f"{_BEST}:",
+                "",
+                f"| share | {' | '.join(rungs)} |",
+                "| ---: " + "| --- " * len(rungs) + "|",
+            ]
+            lines += [
+                f"| {share} | {' | '.join(cells)} |" for share, cells in _best_rows(result, context, rungs)
+            ]
+            lines.append("")
     lines += [f"- {note}" for note in _notes(result)]
     return "\n".join(lines) + "\n"
 
@@ -126,7 +183,7 @@ def _notes(result: Mapping[str, Any]) -> Sequence[str]:
     notes = []
     for row in result["rows"]:
         if row["state"] == "backend_infeasible":
-            why = "; ".join(str(r["text"]) for r in row["reasons"])
+            why = "; ".join(dict.fromkeys(str(r["text"]) for r in row["reasons"]))
             notes.append(f"backend_infeasible at {row['context']:,}: {row['action']}: {why}")
         elif row["state"] == "failed":
             notes.append(f"FAILED at {row['context']:,}: {row['action']}: {row['error']}")

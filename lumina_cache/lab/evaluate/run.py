@@ -19,10 +19,10 @@ from .measure import Bench
 from .plan import Plan
 from .provenance import code_fingerprint, conditions, provenance
 from .results import KIND, SCHEMA, Store
-from .subjects import Refused, Subject
-from .table import gates, rows
+from .subjects import Refused, Subject, is_reference
+from .table import best_per_rung, gates, rows
 
-__all__ = ["Progress", "evaluate", "measured"]
+__all__ = ["Progress", "evaluate", "measured", "rungs_of"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def evaluate(
     subjects: Sequence[Subject],
     plan: Plan,
     *,
-    rung: str | Rung = Rung.CACHE,
+    rung: str | Rung | Sequence[str | Rung] = Rung.CACHE,
     texts: Sequence[Document] | None = None,
     out: Path | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
@@ -50,7 +50,8 @@ def evaluate(
 
     Args:
         rung: how deep caches reach into mlx-lm, see :class:`~lumina_cache.cache.LuminaCache`. At ``hook`` they watch the
-            prompt's attention for the scorers among ``subjects``, and serve rows from codes.
+            prompt's attention for the scorers among ``subjects``, and serve rows from codes. Several, as a sequence or
+            separated by commas: each action is measured once, at the least of them that carries it out.
         texts: the user's own texts; None for those that every installation has.
 
     Raises:
@@ -59,22 +60,34 @@ def evaluate(
     """
     if not subjects:
         raise EvaluationError("no action to evaluate: name at least one, such as quant:affine,bits=4")
-    level = rung_of(rung)
+    levels = rungs_of(rung)
     documents, lacking = _documents(loaded, plan, texts)
     header = {
         **conditions(loaded),
-        "rung": level.name.lower(),
+        "rung": ",".join(level.name.lower() for level in levels),
         "plan": plan.to_record(),
         "documents": [d.to_record() for d in documents],
     }
     store = Store(out, header)
     try:
-        _measure_all(loaded, subjects, plan, level, documents, store, on_progress)
+        _measure_all(loaded, subjects, plan, levels, documents, store, on_progress)
         result = _result(subjects, plan, documents, lacking, store)
         store.finish(result)
     finally:
         store.close()
     return result
+
+
+def rungs_of(named: str | Rung | Sequence[str | Rung]) -> tuple[Rung, ...]:
+    """The rungs that a caller named, the least first: one, several, or names separated by commas.
+
+    Raises:
+        UnsupportedCacheError: there is no such rung.
+    """
+    if isinstance(named, str):
+        named = [part.strip() for part in named.split(",")]
+    names = [named] if isinstance(named, Rung) else named
+    return tuple(sorted({rung_of(name) for name in names}))
 
 
 def _documents(
@@ -93,7 +106,7 @@ def _measure_all(
     loaded: LoadedModel,
     subjects: Sequence[Subject],
     plan: Plan,
-    rung: Rung,
+    rungs: tuple[Rung, ...],
     documents: Sequence[EvalDocument],
     store: Store,
     on_progress: Callable[[Progress], None],
@@ -113,7 +126,7 @@ def _measure_all(
             bench = None
             if due or known is None:
                 bench = Bench(
-                    loaded.model, loaded.tokenizer, document, plan, number, disk, rung=rung, observe=observe
+                    loaded.model, loaded.tokenizer, document, plan, number, disk, rungs=rungs, observe=observe
                 )
                 stack.callback(bench.close)
                 if known is None:
@@ -177,7 +190,9 @@ def _result(
         if (record := store.get(document.context, document.name, action)) is not None
     ]
     domains = {(d.context, d.name): d.domain for d in documents}
-    actions = [s.text for s in subjects]
+    found = rows(records, [s.text for s in subjects], domains, plan)
+    rungs = store.header["rung"].split(",")
+    references = {s.text for s in subjects if is_reference(s)}
     return {
         "kind": KIND,
         "schema": SCHEMA,
@@ -190,7 +205,8 @@ def _result(
         },
         "lacking": [vars(s) for s in lacking],
         "gates": [vars(g) for g in gates(records, plan)],
-        "rows": [r.to_record() for r in rows(records, actions, domains, plan)],
+        "rows": [r.to_record() for r in found],
+        "best": [vars(b) for b in best_per_rung(found, rungs, references)],
         "seconds": _seconds(records),
         "records": records,
     }

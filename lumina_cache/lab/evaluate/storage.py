@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ...lanes import Lanes
 from ...layers import ManagedLayer, leaves
 from ...rows import RowStore
 from ..answer import arrays_of
@@ -60,8 +61,9 @@ def _arrays(leaf: Any) -> Iterator[tuple[mx.array, Fraction]]:
             if tail is not None:
                 yield tail, Fraction(store.tail, store.layout.tail_capacity)
         return
-    in_use = _in_use(leaf)
-    for array in arrays_of(leaf):
+    in_use, lanes = _in_use(leaf), getattr(leaf, "lanes", None)
+    held = (*(lanes.keys or ()), *(lanes.values or ())) if isinstance(lanes, Lanes) else arrays_of(leaf)
+    for array in held:
         yield array, in_use
 
 

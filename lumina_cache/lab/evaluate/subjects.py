@@ -4,6 +4,7 @@ Every subject gets the same full cache, as the prompt left it, and gives back a 
 of actions, and for the others::
 
     mlx-lm:kv_bits=4,group=64       mlx-lm's own conversion, as its ``kv_bits`` option does it
+    mlx-lm:max_kv_size=50%          mlx-lm's own eviction, its rotating cache, with a share of the rows held, or as many
     mlx-turboquant:bits=4,group=64  the package mlx-turboquant, if it is installed
 """
 
@@ -22,13 +23,24 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 
 from ...actions import Action, Evict, parse_action, singles
-from ...backend.capabilities import DISK_TIER
+from ...backend.capabilities import DISK_TIER, Rung
 from ...cache import LuminaCache
 from ...errors import ActionInfeasibleError, ActionSyntaxError, EngagementError
 from ...scorers.observed import OBSERVED
 from ..answer import detached_copy
+from .rotating import KEEP, rotating
 
-__all__ = ["Refused", "Subject", "Taken", "parse_subject", "parse_subjects"]
+__all__ = [
+    "OwnAction",
+    "Reasons",
+    "Refused",
+    "Subject",
+    "Taken",
+    "is_placebo",
+    "is_reference",
+    "parse_subject",
+    "parse_subjects",
+]
 
 Reasons = tuple[Mapping[str, Any], ...]
 
@@ -64,6 +76,11 @@ class Subject(Protocol):
         ...
 
     @property
+    def rung(self) -> Rung | None:
+        """How deep it reaches by itself; None for an action, of which the cache decides."""
+        ...
+
+    @property
     def needs_disk(self) -> bool:
         """Whether rows are written to files."""
         ...
@@ -88,6 +105,10 @@ class Subject(Protocol):
 
 class _Plain:
     """A subject that needs nothing around it."""
+
+    @property
+    def rung(self) -> Rung | None:
+        return None
 
     @property
     def needs_disk(self) -> bool:
@@ -162,6 +183,10 @@ class StockQuantized(_Plain):
         return f"mlx-lm:kv_bits={self.bits},group={self.group_size}"
 
     @property
+    def rung(self) -> Rung:
+        return Rung.NATIVE
+
+    @property
     def version(self) -> str:
         return importlib.metadata.version("mlx-lm")
 
@@ -184,6 +209,62 @@ class StockQuantized(_Plain):
 
 
 @dataclass(frozen=True)
+class StockRotating(_Plain):
+    """mlx-lm's rotating cache with the newest rows of the full one, see :mod:`.rotating`: what ``max_kv_size`` keeps.
+
+    Exactly one of ``rows`` (tokens) and ``share`` (of the rows held) is given. With ``bits`` the rows would have to be
+    packed as well, which mlx-lm's class refuses.
+    """
+
+    rows: int | None = None
+    share: float | None = None
+    bits: int | None = None
+    group_size: int = 64
+
+    @property
+    def text(self) -> str:
+        size = f"{self.rows}" if self.share is None else f"{100 * self.share:g}%"
+        packed = "" if self.bits is None else f",kv_bits={self.bits},group={self.group_size}"
+        return f"mlx-lm:max_kv_size={size}{packed}"
+
+    def size(self, held: int) -> int:
+        """Rows that are kept of ``held``, and from then on."""
+        if self.share is not None:
+            return round(self.share * held)
+        assert self.rows is not None, "the parser gives one of them"
+        return self.rows
+
+    @property
+    def rung(self) -> Rung:
+        return Rung.NATIVE
+
+    @property
+    def version(self) -> str:
+        return importlib.metadata.version("mlx-lm")
+
+    def take(self, full: LuminaCache, model: Any) -> Taken:
+        plain = _plain(full)
+        held = max((int(e.offset) for e in plain if type(e) is stock.KVCache), default=0)
+        if held == 0:
+            raise Refused(
+                ({"code": "nothing_to_change", "text": "mlx-lm: no layer holds rows in a full cache"},)
+            )
+        size = self.size(held)
+        if size <= KEEP:
+            text = f"mlx-lm: a rotating cache of {size} rows has no room beside the {KEEP} that it keeps"
+            raise Refused(({"code": "too_few_rows", "text": text, "wanted": size, "limit": KEEP},))
+        start = time.perf_counter()
+        cache = rotating(plain, size)
+        if self.bits is not None:
+            try:
+                cache = [entry.to_quantized(group_size=self.group_size, bits=self.bits) for entry in cache]
+            except NotImplementedError as error:
+                raise Refused(({"code": "refused", "text": f"mlx-lm: {_line(error)}"},)) from None
+        mx.eval([entry.state for entry in cache])
+        return Taken(cache, time.perf_counter() - start, size < held)
+
+
+@dataclass(frozen=True)
 class TurboQuant(_Plain):
     """The package mlx-turboquant: its caches, filled with the rows of the full one."""
 
@@ -193,6 +274,11 @@ class TurboQuant(_Plain):
     @property
     def text(self) -> str:
         return f"mlx-turboquant:bits={self.bits},group={self.group_size}"
+
+    @property
+    def rung(self) -> Rung:
+        # It puts a function of its own in the place of mlx-lm's attention.
+        return Rung.HOOK
 
     @property
     def version(self) -> str | None:
@@ -231,6 +317,18 @@ class TurboQuant(_Plain):
         return Taken(cache, time.perf_counter() - start, True)
 
 
+def is_reference(subject: Subject) -> bool:
+    """Whether it is measured for comparison only: what another package does is no action of any rung."""
+    return isinstance(subject, TurboQuant)
+
+
+def is_placebo(subject: Subject) -> bool:
+    """Whether it drops rows by lot: what anything that looks at the rows has to beat."""
+    return isinstance(subject, OwnAction) and any(
+        isinstance(part, Evict) and part.scorer == "random" for part in singles(subject.action)
+    )
+
+
 @contextmanager
 def _mlx_lm_as_it_was() -> Iterator[None]:
     """Undo what a package does to mlx-lm's functions: others are measured in the same process."""
@@ -258,10 +356,10 @@ def _line(error: Exception) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:300]
 
 
-#: Prefix of the text form → the settings it takes, with their defaults (None: has to be given), and the class.
-_OTHERS: Mapping[str, tuple[Mapping[str, int | None], type[Any]]] = {
-    "mlx-lm": ({"kv_bits": None, "group": 64}, StockQuantized),
-    "mlx-turboquant": ({"bits": None, "group": 64}, TurboQuant),
+#: Prefix of the text form → the settings it takes.
+_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "mlx-lm": ("kv_bits", "group", "max_kv_size"),
+    "mlx-turboquant": ("bits", "group"),
 }
 
 
@@ -272,22 +370,44 @@ def parse_subject(text: str) -> Subject:
         ActionSyntaxError: naming the part that was not understood.
     """
     name, colon, settings = text.strip().partition(":")
-    if name not in _OTHERS:
+    if name not in _SETTINGS:
         return OwnAction(parse_action(text))
-    known, make = _OTHERS[name]
-    given = dict(known)
+    known = _SETTINGS[name]
+    given: dict[str, str] = {}
     for part in settings.split(",") if colon else []:
-        key, _, number = part.strip().partition("=")
-        if key not in known or not number.isdecimal():
+        key, _, value = part.strip().partition("=")
+        number = value.removesuffix("%") if key == "max_kv_size" else value
+        if key not in known or not _is_number(number, whole=number == value):
             raise ActionSyntaxError(
                 f"{text!r}: cannot read {part.strip()!r}; {name} takes {', '.join(f'{k}=N' for k in known)}"
             )
-        given[key] = int(number)
-    missing = [k for k, v in given.items() if v is None]
-    if missing:
-        raise ActionSyntaxError(f"{text!r}: give {missing[0]}=N")
-    found: Subject = make(*given.values())
-    return found
+        given[key] = value
+    group = int(given.get("group", 64))
+    if name == "mlx-turboquant":
+        return TurboQuant(int(_needed(given, "bits", text)), group)
+    if "max_kv_size" not in given:
+        if "kv_bits" not in given:
+            raise ActionSyntaxError(f"{text!r}: give kv_bits=N or max_kv_size=N")
+        return StockQuantized(int(given["kv_bits"]), group)
+    bits = int(given["kv_bits"]) if "kv_bits" in given else None
+    size = given["max_kv_size"]
+    if not size.endswith("%"):
+        return StockRotating(rows=int(size), bits=bits, group_size=group)
+    share = float(size[:-1]) / 100
+    if not 0.0 < share < 1.0:
+        raise ActionSyntaxError(f"{text!r}: max_kv_size={size} must lie between 0 and 100 %")
+    return StockRotating(share=share, bits=bits, group_size=group)
+
+
+def _is_number(text: str, *, whole: bool) -> bool:
+    first, point, rest = text.partition(".")
+    return first.isdecimal() and (rest.isdecimal() if point else True) and not (whole and point)
+
+
+def _needed(given: Mapping[str, str], key: str, text: str) -> str:
+    if key not in given:
+        raise ActionSyntaxError(f"{text!r}: give {key}=N")
+    return given[key]
 
 
 def parse_subjects(texts: Sequence[str]) -> list[Subject]:

@@ -1,8 +1,8 @@
 """From records to a row per action and context, with gates applied and intervals over documents.
 
-Execution states are types (:mod:`lumina_cache.gap.records`): a row is :class:`Real`, its score being −Q of T1 in points,
-or :class:`BackendInfeasible` with reasons and no figure. What was carried out and turned out wrong is :class:`Failed`; it
-has no figure either, and is a fault to look into, not a property of the backend.
+Execution states are types (:mod:`lumina_cache.gap.decisions`): a row is :class:`RealScore`, its score being −Q of T1 in
+points, or :class:`RefusedAction` with reasons and no figure. What was carried out and turned out wrong is
+:class:`Failed`; it has no figure either, and is a fault to look into, not a property of the backend.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...gap.records import BackendInfeasible, Observation, Real
-from ...policy import KL_PER_POINT
+from ...backend.capabilities import Rung
+from ...gap.decisions import Judged, RealScore, RefusedAction
+from ...policy import quality_points
 from .plan import Plan
 from .statistics import Estimate, bootstrap_mean, geometric_mean
 
-__all__ = ["Failed", "Gate", "Row", "gates", "quality_points", "rows"]
+__all__ = ["Best", "Failed", "Gate", "Row", "best_per_rung", "gates", "rows"]
 
 Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Failed(Observation):
+class Failed(Judged):
     """Carried out, and not what it should be: an error message, and nothing to compare."""
 
     error: str
@@ -44,7 +45,8 @@ class Row:
     """One action at one context. Figures are None where a test was not run, or did not pass its gate."""
 
     context: int
-    observation: Observation
+    observation: Judged
+    rung: str | None = None  #: the least that carries it out, on all documents
     documents: int = 0  #: measured
     refused_documents: int = 0
     share16: float | None = None  #: of dense 16-bit rows, rows held
@@ -61,21 +63,16 @@ class Row:
         return self.observation.action
 
     def to_record(self) -> dict[str, Any]:
-        states = {Real: "real", BackendInfeasible: "backend_infeasible", Failed: "failed"}
+        states = {RealScore: "real", RefusedAction: "backend_infeasible", Failed: "failed"}
         record = {"action": self.action, "context": self.context, "state": states[type(self.observation)]}
-        if isinstance(self.observation, BackendInfeasible):
+        if isinstance(self.observation, RefusedAction):
             return record | {"reasons": [dict(r) for r in self.observation.reasons], "documents": 0}
         if isinstance(self.observation, Failed):
             return record | {"error": self.observation.error, "documents": 0}
-        assert isinstance(self.observation, Real)
+        assert isinstance(self.observation, RealScore)
         kept = asdict(self)
         del kept["observation"], kept["context"]
         return record | {"score": self.observation.score} | kept
-
-
-def quality_points(kl_mean: float, kl_p95: float) -> float:
-    """Q = D/0.02 + ½·max(0, p95 − 4·D)/0.02 in points: one is about the damage of plain 4-bit rows."""
-    return (kl_mean + 0.5 * max(0.0, kl_p95 - 4 * kl_mean)) / KL_PER_POINT
 
 
 def gates(records: Iterable[Record], plan: Plan) -> list[Gate]:
@@ -200,8 +197,8 @@ def _row(
             context, Failed(action, f"{failed[0]['error']} (on {len(failed)} of {len(here)} documents)")
         )
     if not real:
-        reasons = {str(x["text"]): x for r in refused for x in r["reasons"]}
-        return Row(context, BackendInfeasible(action, tuple(reasons.values())))
+        reasons = {(x.get("rung"), str(x["text"])): x for r in refused for x in r["reasons"]}
+        return Row(context, RefusedAction(action, tuple(reasons.values())))
 
     def grouped(test: str, read: Callable[[Record], float]) -> dict[str, list[float]]:
         allowed = open_to.get((context, test), set()) if test in ("T1", "T2", "T3") else None
@@ -224,7 +221,8 @@ def _row(
     predicted = [r["bytes"] for r in real if r["bytes"]["predicted_live"] is not None]
     return Row(
         context=context,
-        observation=Real(action, score),
+        observation=RealScore(action, score),
+        rung=_deepest(r.get("rung") for r in real),
         documents=len(real),
         refused_documents=len(refused),
         share16=_mean([r["bytes"]["share16"] for r in real]),
@@ -240,6 +238,60 @@ def _row(
         by_domain=by_domain,
         by_depth=_by_depth([r for r in real if r["document"] in open_to.get((context, "T2"), set())]),
     )
+
+
+def _deepest(names: Iterable[str | None]) -> str | None:
+    """A rung from which on every document could be done; None for records of a single rung that do not say."""
+    known = [Rung[name.upper()] for name in names if name is not None]
+    return max(known).name.lower() if known else None
+
+
+#: Shares of dense 16-bit rows for which the best action of every rung is named, and how far above one still counts.
+SHARES, TOLERANCE = (0.28, 0.25, 0.125, 0.0625), 1.02
+
+
+@dataclass(frozen=True)
+class Best:
+    """The action with the least KL of T1 among those that a rung carries out within a share; None of none."""
+
+    context: int
+    share: float
+    rung: str
+    action: str | None = None
+    share16: float | None = None
+    kl_mean: float | None = None
+
+
+def best_per_rung(found: Sequence[Row], rungs: Sequence[str], others: Iterable[str] = ()) -> list[Best]:
+    """For every context and share, the best of each rung: what a rung can do, all deeper ones can as well.
+
+    Args:
+        others: actions that are measured for comparison, and are no rung's.
+    """
+    skipped = set(others)
+    levels = [Rung[name.upper()] for name in rungs]
+    best = []
+    for context in dict.fromkeys(row.context for row in found):
+        real = [(row, kl) for row in found if row.context == context and (kl := _kl(row)) is not None
+                and row.action not in skipped]  # fmt: skip
+        for share in SHARES:
+            for level in levels:
+                fit = [
+                    (kl, row) for row, kl in real
+                    if row.share16 is not None and row.share16 <= share * TOLERANCE
+                    and row.rung is not None and Rung[row.rung.upper()] <= level
+                ]  # fmt: skip
+                if not fit:
+                    best.append(Best(context, share, level.name.lower()))
+                    continue
+                kl, row = min(fit, key=lambda one: one[0])
+                best.append(Best(context, share, level.name.lower(), row.action, row.share16, kl))
+    return best
+
+
+def _kl(row: Row) -> float | None:
+    figure = (row.figures or {}).get("kl_mean")
+    return None if figure is None else figure.mean
 
 
 def _by_depth(real: Sequence[Record]) -> dict[str, dict[str, float]]:

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from lumina_cache import LuminaCache, read_log
 from lumina_cache.audit import LogContents
 from lumina_cache.errors import LogFormatError, MixedExecutionStateError
-from lumina_cache.gap.gap import decision_gap, gap_of_log
-from lumina_cache.gap.records import BackendInfeasible, Real, Simulated, best, weighed_decision
+from lumina_cache.gap.decisions import (
+    EstimatedScore,
+    RealScore,
+    RefusedAction,
+    best,
+    decision_gap,
+    gap_of_log,
+    weighed_decision,
+)
 from lumina_cache.gap.report import as_json, as_text
 
 
@@ -102,14 +109,14 @@ def test_a_log_without_decisions_has_no_gap_rather_than_a_gap_of_zero():
     assert "no gap to report" in as_text(report)
 
 
-REAL, SIMULATED = Real("a", -1.0), Simulated("b", -2.0, "test")
-REFUSED = BackendInfeasible("c", ({"code": "x"},))
+REAL, SIMULATED = RealScore("a", -1.0), EstimatedScore("b", -2.0, "test")
+REFUSED = RefusedAction("c", ({"code": "x"},))
 
 
 @given(st.lists(st.sampled_from([REAL, SIMULATED, REFUSED]), min_size=1, max_size=8))
 def test_observations_of_different_execution_states_cannot_be_compared(observations):
     kinds = {type(o) for o in observations}
-    if kinds in ({Real}, {Simulated}):
+    if kinds in ({RealScore}, {EstimatedScore}):
         assert best(observations) == max(observations, key=lambda o: o.score)
     else:
         with pytest.raises(MixedExecutionStateError):
