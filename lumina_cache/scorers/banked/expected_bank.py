@@ -41,7 +41,7 @@ class ExpectedBank(BankedScorer):
         QUERY_STATISTICS,
     )
     copies: ClassVar[float] = 2.0
-    scratch: ClassVar[int] = 4 * BLOCK_BYTES
+    scratch: ClassVar[int] = 3 * BLOCK_BYTES
 
     def scores(self, known: Foreseen, keys: mx.array, values: mx.array, offset: int) -> mx.array:
         statistics = known.statistics

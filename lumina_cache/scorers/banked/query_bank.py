@@ -43,4 +43,4 @@ class QueryBank(BankedScorer):
         for weights in blocks(queries, keys, statistics.scale, statistics.sinks):
             total = total + weights.sum(axis=2)
             mx.eval(total)
-        return total
+        return total / (queries.shape[1] // keys.shape[1] * queries.shape[2])

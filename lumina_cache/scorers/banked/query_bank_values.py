@@ -57,4 +57,4 @@ class QueryBankValues(BankedScorer):
             far = mx.sqrt(mx.maximum(apart, 0.0)) / mx.maximum(mx.sqrt(own), shortest)
             total = total + (weights * far).sum(axis=2)
             mx.eval(total)
-        return total
+        return total / (queries.shape[1] // keys.shape[1] * queries.shape[2])
