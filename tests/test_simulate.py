@@ -29,6 +29,7 @@ from lumina_cache.lab.simulate.held import LayerRows, mixed, of_layer
 from lumina_cache.lab.simulate.seal import NEVER, sealed_after
 from lumina_cache.lab.tiny import SPECS, build
 from lumina_cache.layers import KVCache, leaves
+from lumina_cache.profile import default_profile
 from lumina_cache.rows import RowStore
 from lumina_cache.scorers.observed import OBSERVED
 
@@ -528,6 +529,16 @@ def test_an_observation_is_a_simulated_one_in_the_state_of_its_bench() -> None:
     assert found.measured.time_ratio is None
     assert found.measured.quality.kl_half0 is not None
     assert len(found.measured.quality.kl_spans) == 5
+
+
+def test_time_comes_from_a_profile_of_this_model_only_and_else_is_unknown() -> None:
+    borrowed = default_profile().for_groups_of(32)
+    own = replace(borrowed, borrowed=False)
+    text = "quant:affine,bits=4,group=32"
+    figure = own.by_layout[parse_action(text).layout]
+    assert Simulator(bench(), profile=own).simulate(text).measured.time_ratio == figure.time_at(CONTEXT)
+    assert Simulator(bench(), profile=borrowed).simulate(text).measured.time_ratio is None
+    assert Simulator(bench(), profile=own).simulate("evict:random@0.50").measured.time_ratio is None
 
 
 @pytest.mark.parametrize(
