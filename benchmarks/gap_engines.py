@@ -86,12 +86,12 @@ def main() -> None:
             raise SystemExit("the engines disagree")
 
 
-def fill(store: Store, rows: int) -> None:
+def fill(store: Store, rows: int, contexts: tuple[int, ...] = (1024, 4096)) -> None:
     """Real and simulated observations, some of them twice, one with another figure, one of them odd."""
     planted = action_space(60)
     setting = Setting(
-        documents=max(2, rows // (60 * 3 * 2 * 3 * 2)),
-        contexts=(1024, 4096),
+        documents=max(2, rows // (60 * 3 * len(contexts) * 3 * 2)),
+        contexts=contexts,
         seeds=3,
         token_noise=0.01,
         document_noise=0.01,

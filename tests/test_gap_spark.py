@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def test_both_engines_agree_and_leave_out_the_same(tmp_path):
-    fill(Store(tmp_path), 1000)
+    fill(Store(tmp_path), 1000, contexts=(1024,))
     settings = Settings(budgets=(0.28, 0.125), draws=200)
     one, two = (analyse(tmp_path, engine=e, settings=settings).to_record() for e in (DuckDB(), Spark()))
     found = compared(one, two)
