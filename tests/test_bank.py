@@ -668,7 +668,9 @@ def test_ranking_takes_no_more_memory_than_is_predicted(name: str) -> None:
     steps = StepTracker(name="test")
     layer = adopt(stock.KVCache(), steps, "layer 0")
     rows = 6000
-    layer.update_and_fetch(*(mx.array(rng.normal(size=(1, 2, rows, 64)).astype(np.float32)) for _ in range(2)))
+    layer.update_and_fetch(
+        *(mx.array(rng.normal(size=(1, 2, rows, 64)).astype(np.float32)) for _ in range(2))
+    )
     known = LayerStatistics(
         queries=mx.array(rng.normal(size=(8, 64, 64)).astype(np.float32)),
         filters=mx.ones((2, 64)),
