@@ -74,9 +74,12 @@ def test_validation_pairs_actions_on_documents_of_every_domain(loaded: LoadedMod
     assert len(pairs) == 9
     assert all(p.agrees for p in pairs)
     assert list(refused) == ["evict:adakv@0.50"]
+    assert {p.action for p in pairs if p.again_kl is not None} == {"quant:affine,bits=4,group=32"}
+    assert all(p.agrees_with_itself is not False for p in pairs)
     record = json.loads(json.dumps(module._record(loaded, plan, pairs, refused)))
     table = as_markdown(record)
     assert "9 agree, bytes are equal in 9" in table
+    assert "of 3 pairs of real runs 3 agree with each other" in table
     assert "| `evict:adakv@0.50` | refused: " in table
     page, kept = tmp_path / "page.md", tmp_path / "record.json"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter")
@@ -86,6 +89,15 @@ def test_validation_pairs_actions_on_documents_of_every_domain(loaded: LoadedMod
     record["summary"]["agreeing"] = 8
     kept.write_text(json.dumps(record))
     assert main(["--from", str(kept)]) == 1
+
+
+def test_two_real_runs_are_held_to_the_same_limits() -> None:
+    assert PAIR.agrees_with_itself is None
+    assert replace(PAIR, again_kl=0.203).agrees_with_itself
+    assert not replace(PAIR, again_kl=0.21).agrees_with_itself
+    found = summary([PAIR, replace(PAIR, again_kl=0.21)])
+    assert (found["real_twice"], found["real_twice_agreeing"]) == (1, 0)
+    assert found["real_twice_worst_nats"] == pytest.approx(0.01)
 
 
 def test_the_summary_tells_the_largest_error() -> None:
