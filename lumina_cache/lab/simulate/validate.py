@@ -232,7 +232,7 @@ def as_markdown(record: Mapping[str, Any]) -> str:
 
 def _twice(figures: Mapping[str, Any]) -> list[str]:
     if not figures["real_twice"]:
-        return []
+        return ["", "*Real again* (all tokens fed at once) was not measured."]
     return [
         "",
         f"*Real again* is the same action with all tokens fed at once, which moves nothing but rounding: of "
