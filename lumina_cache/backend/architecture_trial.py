@@ -27,7 +27,7 @@ from ..layers import KVCache, adopt, leaves
 from ..reach import Reach
 from ..scorers.observed import OBSERVED
 from ..steps import StepTracker
-from .capabilities import ROW_CHOICE, BackendProfile, Rung
+from .capabilities import ROW_CHOICE, ROW_GATHER, BackendProfile, Rung
 from .examine import ROWS_CHOSEN_TOGETHER
 from .feasibility import Verdict, classify
 from .isolate import first_line
@@ -84,6 +84,9 @@ class Trial:
 
     def __init__(self, module: str) -> None:
         self.module = module
+        self._compared = (
+            False  # whether the rows that were left of the last action were compared with masked ones
+        )
         self.model = build(module)
         self.probe = _probe(self.model)
         steps = StepTracker(name="trial")
@@ -129,6 +132,9 @@ class Trial:
         except Exception as error:
             return ("refused", reasons) if backend else ("fails", [first_line(error)])
         if backend:
+            # That rows were dropped wrongly shows in no exception, only beside masked rows.
+            about_rows = {str(ROW_CHOICE), str(ROW_GATHER)} & {str(r.capability) for r in verdict.reasons}
+            proven = proven and (self._compared or not about_rows)
             return "works_when_forced" if proven else "refused", reasons
         return "works", []
 
@@ -152,7 +158,8 @@ class Trial:
         if self.module not in CHUNKING_MOVES_LOGITS and _sealed(entries) == before:
             _require_same(chunk, single, f"{AFTER} tokens at once and one by one")
         # One mask for all heads and layers stands only for rows that all of them have lost.
-        if action.lossy and all(isinstance(part, Evict) for part in action.parts) and _alike(entries):
+        self._compared = all(isinstance(part, Evict) for part in action.parts) and _alike(entries)
+        if action.lossy and self._compared:
             masked_chunk, masked_single = self._masked(entries)
             _require_same(chunk, masked_chunk, "evicted rows and masked rows")
             _require_same(single, masked_single, "evicted rows and masked rows, one token at a time,")
