@@ -79,18 +79,20 @@ def main() -> None:
                 records[engine.name] = analyse(path, engine=engine, settings=settings).to_record()
                 print(f"{engine.name:7} {time.perf_counter() - start:6.1f} s", flush=True)
         found = compared(records["duckdb"], records["spark"])
+        kept = [records["duckdb"][state]["observations"] for state in ("real", "simulated")]
+        print(f"{sum(kept)} observations; left out: {[p['kind'] for p in records['duckdb']['problems']]}")
         print(json.dumps(found, indent=1))
         if found["others_that_differ"] or not math.isfinite(found["largest_difference"]):
             raise SystemExit("the engines disagree")
 
 
-def fill(store: Store, rows: int) -> None:
+def fill(store: Store, rows: int, contexts: tuple[int, ...] = (1024, 4096)) -> None:
     """Real and simulated observations, some of them twice, one with another figure, one of them odd."""
     planted = action_space(60)
     setting = Setting(
-        documents=max(2, rows // (60 * 3 * 2 * 2 * 2)),
-        contexts=(1024, 4096),
-        seeds=2,
+        documents=max(2, rows // (60 * 3 * len(contexts) * 3 * 2)),
+        contexts=contexts,
+        seeds=3,
         token_noise=0.01,
         document_noise=0.01,
     )

@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 #: Changes whenever :func:`action_space` returns another list for the same arguments.
-ACTION_SPACE_VERSION = "3"
+ACTION_SPACE_VERSION = "4"
 
 #: Attention sinks kept by default, after Xiao et al., StreamingLLM, arXiv:2309.17453.
 DEFAULT_SINKS = 4

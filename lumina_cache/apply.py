@@ -14,11 +14,12 @@ from .backend.capabilities import OWN_PACKED_ATTENTION
 from .codecs import CODECS, Codec
 from .errors import ActionInfeasibleError, EngagementError
 from .estimate import Held, after_action, applies, nbytes_allocated, nbytes_live, rows_to_disk
-from .evict import evict, why_unseen, would_lose
+from .evict import evict, why_unforeseen, why_unseen, would_lose
 from .guarding import Guard, guarded
 from .layers import ArraysCache, ChunkedKVCache, KVCache, ManagedLayer, RotatingKVCache, RowLayer
 from .rows import Pinned
 from .scorers import SCORERS
+from .scorers.banked import BANKED
 from .scorers.observed import OBSERVED
 from .seen import UNHOOKED
 
@@ -244,7 +245,7 @@ def not_built(action: Action) -> str | None:
             case Keep() | Reclaim() | Reserve():
                 continue
             case Evict():
-                if part.scorer not in SCORERS and part.scorer not in OBSERVED:
+                if not any(part.scorer in built for built in (SCORERS, BANKED, OBSERVED)):
                     return f"the scorer {part.scorer}"
             case Quantize():
                 if part.codec not in CODECS:
@@ -267,10 +268,10 @@ def _check_executable(action: Action, disk: DiskStore | None) -> None:
 
 
 def _check_hooked(targets: Sequence[RowLayer], action: Action) -> None:
-    """Raises ActionInfeasibleError where an action needs attention calls that nobody watches or serves."""
+    """Raises ActionInfeasibleError where an action needs attention calls that nobody watches or serves, or a query bank."""
     for layer, part in _in_order(targets, action):
         if isinstance(part, Evict) and isinstance(layer, KVCache):
-            why = why_unseen(layer, part)
+            why = why_unseen(layer, part) or why_unforeseen(layer, part)
             if why is not None:
                 raise ActionInfeasibleError(why)
         elif OWN_PACKED_ATTENTION in part.requires and applies(held(layer), part) and not layer.served:

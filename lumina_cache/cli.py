@@ -368,9 +368,7 @@ def campaign(
     ] = None,
     workers: Annotated[
         int,
-        typer.Option(
-            help="Processes, each with a model of its own.", min=1
-        ),
+        typer.Option(help="Processes, each with a model of its own.", min=1),
     ] = 1,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Read the plan and say what would be measured; nothing is run.")
@@ -421,6 +419,41 @@ def calibrate(
         quick=quick,
         minutes=minutes,
         documents=documents,
+        out=out,
+        as_json=json,
+    )
+
+
+@app.command(
+    name="calibrate-queries",
+    epilog="Examples:  lumina-cache calibrate-queries   |   lumina-cache calibrate-queries --model ~/models/llama --text "
+    "notes.txt --text mails.txt",
+)
+def calibrate_queries(
+    model: Model = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Your own text instead of Python's documentation and code; may be given again."),
+    ] = None,
+    queries: Annotated[int, typer.Option(help="Queries to keep per head.", min=1)] = 16,
+    directions: Annotated[
+        int, typer.Option(help="Directions to keep of each head's covariance, for expected_bank.", min=0)
+    ] = 8,
+    documents: Annotated[int, typer.Option(help="Most documents of 1,024 tokens to read.", min=1)] = 8,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The bank's file. Default: in the state directory, where it is found again."),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Capture what a model's queries are like, so that rows can be ranked by them without seeing any."""
+    from .lab.bank.capture import CaptureSettings
+    from .lab.bank.command import calibrate_queries_command
+
+    calibrate_queries_command(
+        model=model,
+        texts=text or [],
+        settings=CaptureSettings(queries=queries, directions=directions, documents=documents),
         out=out,
         as_json=json,
     )

@@ -31,6 +31,7 @@ __all__ = [
     "ModelUnavailableError",
     "ObservationError",
     "ProfileFormatError",
+    "QueryBankError",
     "RankLostError",
     "RanksApartError",
     "SimulationError",
@@ -145,6 +146,10 @@ class ModelUnavailableError(LuminaError):
 
 class ProfileFormatError(LuminaError, ValueError):
     """A file of calibrated figures that cannot be read."""
+
+
+class QueryBankError(LuminaError, ValueError):
+    """A query bank that cannot be captured or read, or that belongs to another model."""
 
 
 class RankLostError(LuminaError):

@@ -30,6 +30,7 @@ from .codecs.base import STEP, grown_capacity
 from .evolve import evolve
 from .rows import DRIFT_ROWS, Pinned
 from .scorers import SCORERS
+from .scorers.banked import BANKED
 
 __all__ = [
     "Held",
@@ -535,12 +536,13 @@ _RANKING = 12
 def scoring_nbytes(held: Held, action: Evict) -> int:
     """What a scorer makes of the rows before any is copied."""
     ranking = _RANKING * held.heads * held.rows * 4
-    scorer = SCORERS.get(action.scorer)
+    banked = BANKED.get(action.scorer)
+    scorer = SCORERS.get(action.scorer) or banked
     if scorer is None or not scorer.reads_rows:
         return ranking
     copies = scorer.copies + (len({KEYS, VALUES} & scorer.method.requires) if held.itemsize != 4 else 0)
     side = max(held.key_width, held.value_width) * held.rows * 4
-    return _decoding(held) + ranking + round(copies * side)
+    return _decoding(held) + ranking + round(copies * side) + (0 if banked is None else banked.scratch)
 
 
 def _decoding(held: Held) -> int:

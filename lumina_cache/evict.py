@@ -10,14 +10,16 @@ import numpy as np
 
 from .actions import Action, Evict
 from .backend.capabilities import ROW_CHOICE
+from .bank import NO_BANK
 from .estimate import Held, after_action, guarded_rows, kept_of, split_kept
 from .layers import KVCache
 from .rows import Pinned
 from .scorers import SCORERS, Scorer, protected_rows, select
+from .scorers.banked import BANKED
 from .scorers.observed import OBSERVED
 from .seen import UNHOOKED
 
-__all__ = ["Pinned", "evict", "scorer_of", "why_unseen", "would_lose"]
+__all__ = ["Pinned", "evict", "scorer_of", "why_unforeseen", "why_unseen", "would_lose"]
 
 
 def scorer_of(action: Evict) -> Scorer:
@@ -72,6 +74,17 @@ def why_unseen(layer: KVCache, action: Evict) -> str | None:
     return None if why is None else f"{layer.name}: {why}"
 
 
+def why_unforeseen(layer: KVCache, action: Evict) -> str | None:
+    """Why the scorer of ``action`` has no query bank to rank the rows of ``layer`` by; None if it has, or needs none."""
+    if action.scorer not in BANKED or layer.rows == 0:
+        return None
+    lacking = NO_BANK if layer.banks is None else layer.banks.lacking
+    if lacking is not None or layer.banks is None:
+        return lacking
+    why = layer.banks.why_not(layer.name)
+    return None if why is None else f"{layer.name}: {why}"
+
+
 def evict(layer: KVCache, action: Evict, pinned: Pinned = ()) -> None:
     """Drop rows of ``layer`` down to what ``action`` keeps.
 
@@ -112,6 +125,11 @@ def _scores(layer: KVCache, action: Evict) -> tuple[mx.array, mx.array]:
         some_keys, some_values = store.dense()
         positions = _positions(layer, chooses=True)
         return layer.seen.scores(action.scorer, some_keys, some_values, positions), positions
+    if action.scorer in BANKED:
+        foreseen = None if layer.banks is None else layer.banks.of(layer.name)
+        assert foreseen is not None, "execute() looks before it acts"
+        positions = _positions(layer, chooses=True)
+        return BANKED[action.scorer]().scores(foreseen, *store.dense(), int(layer.offset)), positions
     scorer = scorer_of(action)
     keys, values = store.dense() if scorer.reads_rows else (None, None)
     positions = _positions(layer, chooses=ROW_CHOICE in scorer.method.requires)

@@ -30,6 +30,7 @@ from .seen import Seen
 from .steps import StepTracker
 
 if TYPE_CHECKING:
+    from .bank import Banks
     from .disk import DiskStore
 
 __all__ = [
@@ -127,6 +128,8 @@ class ManagedLayer:
     history: History = History()
     #: What an attention hook saw of it; None if none ever watched. Not part of ``state``, which is mlx-lm's.
     seen: Seen | None = None
+    #: Where to find what queries of this layer's model are usually like; None if nobody said which model it is.
+    banks: Banks | None = None
 
     keys: Any
     values: Any

@@ -12,6 +12,7 @@ from pathlib import Path
 from .actions import Evict, Quantize
 from .codecs import CODECS
 from .scorers import SCORERS
+from .scorers.banked import BANKED
 
 __all__ = ["FIRST", "LAST", "replaced", "tables"]
 
@@ -30,9 +31,10 @@ def tables() -> str:
 def _scorers() -> Iterator[str]:
     yield "| scorer | text form | score | looks at the rows | source | needs |"
     yield "| --- | --- | --- | --- | --- | --- |"
-    for name, scorer in SCORERS.items():
-        action, method = Evict(name, 0.5), scorer.method
-        looks = "yes" if scorer.reads_rows else "no"
+    known = [(name, one.method, one.reads_rows) for name, one in SCORERS.items()]
+    known += [(name, one.method, one.reads_rows) for name, one in BANKED.items()]
+    for name, method, reads_rows in known:
+        action, looks = Evict(name, 0.5), "yes" if reads_rows else "no"
         yield _row(name, f"`{action}`", method.formula, looks, method.source, _needs(action))
 
 

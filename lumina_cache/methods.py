@@ -23,7 +23,6 @@ from .backend.capabilities import (
     PAGED_ROWS,
     PARTIAL_FETCH,
     QUERIES,
-    QUERY_STATISTICS,
     RAGGED_HEADS,
     RAGGED_LAYERS,
     RESERVE,
@@ -36,6 +35,7 @@ from .method import Method
 from .method import evict_method as _evict
 from .method import quant_method as _quant
 from .scorers import SCORERS
+from .scorers.banked import BANKED
 from .scorers.observed import OBSERVED
 
 __all__ = ["METHODS", "Method", "methods_of"]
@@ -62,13 +62,7 @@ def _catalogue() -> Iterator[Method]:
 
     # -- reclaim: evict rows ------------------------------------------------------------------------------------
     yield from (scorer.method for scorer in SCORERS.values())
-    yield _evict(
-        "q_filters",
-        "Q-Filters, arXiv:2503.02812",
-        "score = k · principal query direction",
-        KEYS,
-        QUERY_STATISTICS,
-    )
+    yield from (scorer.method for scorer in BANKED.values())
     yield from (scorer.method for scorer in OBSERVED.values())
     yield _evict(
         "kvzip",

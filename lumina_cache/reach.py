@@ -21,6 +21,7 @@ from .backend.capabilities import (
     ATTENTION_WEIGHTS,
     OWN_PACKED_ATTENTION,
     QUERIES,
+    QUERY_STATISTICS,
     BackendProfile,
     Capability,
     Outcome,
@@ -31,6 +32,7 @@ from .backend.hookable import Hookable, HookedLayer, hookable
 from .backend.isolate import first_line
 from .backend.observing import attended, rotations
 from .backend.serving import PackedServer
+from .bank import NO_BANK, banks_of
 from .errors import UnsupportedCacheError
 from .layers import ChunkedKVCache, KVCache, ManagedLayer, RotatingKVCache, RowLayer
 from .scorers.observed import OBSERVED, Rotation
@@ -100,6 +102,7 @@ class Reach:
         self.scorers = tuple(dict.fromkeys(scorers))
         self._attached: weakref.WeakSet[RowLayer] = weakref.WeakSet()
         self._hook: AttentionHook | None = None
+        self._banks = None if model is None or rung == Rung.NATIVE else banks_of(model)
         if rung == Rung.HOOK:
             self._known = _known(model, any(OBSERVED[s].needs_rotation for s in self.scorers))
             self._hook = attention_hook(model)
@@ -145,7 +148,11 @@ class Reach:
             self._hook.close()
 
     def attach(self, layers: Iterable[Any]) -> None:
-        """Let the hook reach ``layers`` and no others."""
+        """Let the hook reach ``layers`` and no others, and tell all of them where the model's query bank is."""
+        layers = list(layers)
+        for layer in layers:
+            if isinstance(layer, KVCache):
+                layer.banks = self._banks
         hook = self._hook
         if hook is None or hook.closed:
             return
@@ -176,8 +183,9 @@ class Reach:
     def profile(self, found: BackendProfile, layers: Sequence[Any]) -> BackendProfile:
         """``found`` as far as this rung goes, with what the hook adds for ``layers`` as they are now."""
         if self.rung == Rung.NATIVE:
-            deep = [c for c in {*found.outcomes, *_HOOKED} if c.rung > Rung.NATIVE]
+            deep = [c for c in {*found.outcomes, QUERY_STATISTICS, *_HOOKED} if c.rung > Rung.NATIVE]
             return replace(found, outcomes={**found.outcomes, **dict.fromkeys(deep, Outcome(False, _NATIVE))})
+        found = replace(found, outcomes={**found.outcomes, QUERY_STATISTICS: self._foreseen(layers)})
         if self._hook is None:
             more = {c: Outcome(False, UNHOOKED) for c in _HOOKED if c not in found.outcomes}
             return replace(found, outcomes={**found.outcomes, **more})
@@ -186,6 +194,14 @@ class Reach:
                 found, outcomes={**found.outcomes, **dict.fromkeys(_HOOKED, Outcome(False, _CLOSED))}
             )
         return replace(found, outcomes={**found.outcomes, **self._outcomes(layers)})
+
+    def _foreseen(self, layers: Sequence[Any]) -> Outcome:
+        """Whether there is a query bank of the model, and what of ``layers`` is not in it."""
+        lacking = NO_BANK if self._banks is None else self._banks.lacking
+        if lacking is not None or self._banks is None:
+            return Outcome(False, lacking)
+        rows = [layer for layer in layers if isinstance(layer, KVCache)]
+        return _all_but((layer.name, self._banks.why_not(layer.name)) for layer in rows)
 
     def _outcomes(self, layers: Sequence[Any]) -> dict[Capability, Outcome]:
         known = self._known

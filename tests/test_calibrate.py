@@ -37,6 +37,7 @@ from lumina_cache.lab.calibrate.settings import FULL, plan_of
 from lumina_cache.lab.models import LoadedModel
 from lumina_cache.profile import Profile, read_profile
 from lumina_cache.scorers import SCORERS
+from lumina_cache.scorers.banked import BANKED
 from lumina_cache.scorers.observed import OBSERVED
 
 #: Two documents, so that a run can be cut short between and within them.
@@ -428,7 +429,7 @@ SMOL = ModelShape(((64, 64),), tuple(range(30)), 30)
 def test_the_full_grid_holds_every_built_codec_and_scorer() -> None:
     grid = grid_of(SMOL, FULL)
     assert {c.codec for c in grid.codecs} == set(CODECS)
-    assert {e.scorer for e in grid.evictions} == {*SCORERS, *OBSERVED}
+    assert {e.scorer for e in grid.evictions} == {*SCORERS, *BANKED, *OBSERVED}
     assert set(grid.observed) == set(OBSERVED)
     assert {e.ratio for e in grid.evictions} == set(FULL.shares)
     assert {(e.sinks, e.recent) for e in grid.evictions} == {(4, 32)}

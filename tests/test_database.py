@@ -99,6 +99,7 @@ def part(
         "rung": 1,
         "requires": ["DENSE_REENCODE"],
         "machine": "Apple M3",
+        "source": "calibrate",
         "mlx_lm": "0.32.2",
     }
     if state == "backend_infeasible":
@@ -206,6 +207,41 @@ def test_part_files_are_refused_in_the_wrong_folder_or_when_cut_short_or_foreign
     assert database.counts() == before
 
 
+def test_a_store_of_a_campaign_is_taken_column_by_column(tmp_path):
+    pytest.importorskip("ibis")
+    from lumina_cache.gap.records import BackendInfeasible, Provenance, State, What
+    from lumina_cache.gap.store import Store
+    from lumina_cache.gap.synthetic import Setting, action_space, observations, write
+
+    store, setting = Store(tmp_path / "store"), Setting(documents=2)
+    space = action_space(30)
+    write(store, space, setting, "simulated", parts=2)
+    origin = Provenance("campaign", "r", "2026", "m", "", "", "cpu", "chip", "0", "0", "0")
+    reason = {"code": "missing_capability", "text": "why", "capability": "QUERIES"}
+    state = State("m", "d", "prose", 8, "decode", 0, 0)
+    store.append([BackendInfeasible(state, What("quant:x", 2, ("QUERIES",)), origin, (reason,))])
+    with Database(tmp_path / "db.duckdb", write=True) as database:
+        added = database.add(store.path)
+        assert [one.problem for one in added] == [None] * 3
+        assert len(database.sources()) == 3
+        rows = {r["id"]: r for r in database.observations("simulated").to_pylist()}
+        wanted = [one.to_row() for one in observations(space, setting)]
+        assert len(rows) == len(wanted)
+        for row in wanted:
+            kept = rows[row["id"]]
+            differing = {k for k in row if k in kept and k not in ("source", "kind") and kept[k] != row[k]}
+            assert not differing
+        (refusal,) = database.observations("backend_infeasible").to_pylist()
+        assert (refusal["capability"], refusal["text"], refusal["requires"]) == (
+            "QUERIES",
+            "why",
+            ["QUERIES"],
+        )
+        write(store, space, Setting(documents=2, domains=("other",)), "simulated")
+        grown = database.add(store.path)
+        assert (sum(a.new for a in grown), sum(a.known for a in grown)) == (60, len(wanted) + 1)
+
+
 def test_a_row_that_contradicts_one_that_is_there_is_counted_and_not_taken(database, tmp_path):
     part(tmp_path / "other", "simulated", kl=0.75)
     (one,) = database.add(tmp_path / "other")
@@ -267,6 +303,7 @@ def test_selections(database, selection, machines):
 def test_figures_of_the_two_scored_states_come_apart_and_unknown_ones_are_none(database):
     (one,) = database.query(Selection(action="quant:new"))
     assert one.verdict == "runs, sometimes refused"
+    assert database.query(Selection(action="quant:new", kind="profile")) == [one]
     assert type(one.real) is not type(one.simulated)
     assert one.simulated.kl_mean == 0.25
     (known,) = database.query(Selection(chip="M1", state="real"))

@@ -338,6 +338,7 @@ def test_a_refused_action_has_reasons_and_no_measurement(loaded: LoadedModel) ->
     found = row(result, "evict:dms@0.50")
     assert found["state"] == "backend_infeasible"
     assert all(r["text"] for r in found["reasons"])
+    assert "TRAINED_MODEL" in {r.get("capability") for r in found["reasons"]}
     assert set(found) == {"action", "context", "state", "reasons", "documents"}
     records = [r for r in result["records"] if r["kind"] == "subject"]
     assert len(records) == 2

@@ -189,6 +189,27 @@ def test_an_action_that_was_not_measured_everywhere_is_named_and_not_chosen(tmp_
     assert cells.states == 18
 
 
+def test_a_document_at_which_a_campaign_was_cut_short_is_left_out_and_named(tmp_path):
+    store = Store(tmp_path)
+    for one in observations(SPACE, Setting(documents=3)):
+        if one.state.document != "prose:2" or one.what.action in ("keep", "native"):
+            store.append([one])
+    tables = open_tables(store)
+    cells = cells_of(tables.simulated, strata_of(tables.simulated)[0], draws=500)
+    assert (len(cells.documents), cells.missing) == (8, ())
+    assert "prose:2: left out, as 2 of 6 actions were measured on it in every state" in cells.notes
+
+
+def test_a_stratum_in_which_nothing_is_complete_says_so(tmp_path):
+    store = Store(tmp_path)
+    everything = observations(SPACE, Setting(documents=2))
+    store.append(o for i, o in enumerate(everything) if i % 7 != 0)
+    (stratum,) = analyse(store, settings=FEW).simulated.strata
+    assert len(stratum.missing) == len(SPACE)
+    assert "no action was measured in every state" in stratum.notes
+    assert all(g.points is None and g.why for g in stratum.gaps)
+
+
 def test_an_action_that_lacks_one_of_a_documents_states_is_missing_there(tmp_path):
     store = Store(tmp_path)
     everything = observations(SPACE, Setting(documents=3, seeds=2))
@@ -197,6 +218,55 @@ def test_an_action_that_lacks_one_of_a_documents_states_is_missing_there(tmp_pat
     tables = open_tables(store)
     cells = cells_of(tables.simulated, strata_of(tables.simulated)[0], draws=500)
     assert [(m.action, m.documents) for m in cells.missing] == [("cache", 8)]
+    assert cells.missing[0].why == "not measured in every state"
+
+
+def test_as_many_states_that_are_others_are_not_the_same_states(tmp_path):
+    store = Store(tmp_path)
+    everything = observations(SPACE, Setting(documents=2, seeds=3))
+    store.append(o for o in everything if not (o.what.action == "cache" and o.state.seed == 0))
+    tables = open_tables(store)
+    cells = cells_of(tables.simulated, strata_of(tables.simulated)[0], draws=500)
+    assert {m.action for m in cells.missing} == {"cache"}
+    assert cells.states == 18
+
+
+def test_an_action_without_figures_of_both_halves_is_missing(tmp_path):
+    store = Store(tmp_path)
+    for one in observations(SPACE, Setting(documents=2)):
+        if one.what.action == "cache":
+            quality = replace(one.measured.quality, kl_half1=None, p95_half1=None)
+            one = replace(one, measured=replace(one.measured, quality=quality))
+        store.append([one])
+    tables = open_tables(store)
+    cells = cells_of(tables.simulated, strata_of(tables.simulated)[0], draws=500)
+    assert [(m.action, m.why) for m in cells.missing] == [
+        ("cache", "no figures of both halves of the tokens")
+    ]
+    assert cells.tail
+
+
+def test_an_action_is_of_the_deepest_rung_that_it_needed_on_any_document(tmp_path):
+    store = Store(tmp_path)
+    everything = observations(SPACE, Setting(documents=3))
+    deeper = [replace(o, what=replace(o.what, rung=2)) if i % 2 else o for i, o in enumerate(everything)]
+    store.append(d if d.what.action == "cache" else o for o, d in zip(everything, deeper, strict=True))
+    tables = open_tables(store)
+    cells = cells_of(tables.simulated, strata_of(tables.simulated)[0], draws=500)
+    assert best_of(cells, "cache", 0.28).actions == ("native",)
+    assert "cache: carried out at rungs 1 to 2; counts as the deepest" in cells.notes
+
+
+def test_an_action_of_two_roles_is_left_out_and_named(tmp_path):
+    store = Store(tmp_path)
+    everything = observations(SPACE, Setting(documents=3))
+    first = next(o for o in everything if o.what.action == "kernel")
+    other = replace(first, what=replace(first.what, role="reference"))
+    store.append(other if o is first else o for o in everything)
+    tables = open_tables(store)
+    cells = cells_of(tables.simulated, strata_of(tables.simulated)[0], draws=500)
+    assert best_of(cells, "all", 0.28).actions == ("hook",)
+    assert cells.notes == ("kernel: role or requirements differ between observations; left out",)
 
 
 def test_two_texts_of_one_name_are_two_documents(tmp_path):
@@ -434,6 +504,25 @@ def test_shapley_values_add_up_to_the_gap_under_noise_as_well():
     assert (found.total.value, found.total.low) == pytest.approx((gap.value, gap.low))
 
 
+def test_capabilities_that_are_equals_are_ordered_by_name_whatever_the_last_bit():
+    requires = [(), ("A", "B"), ("C",)]
+    for nudge in (0.0, 1e-13, -1e-13):
+        quality = np.zeros((2, 3, 6)) + np.array([5.0, 2.0, 4.0 + nudge])[None, :, None]
+        found = attribute(made(quality, [0, 3, 3], requires=requires), "native", 0.25)
+        assert [c.name for c in sorted(found.capabilities, key=lambda c: c.order)] == ["C", "A", "B"]
+
+
+def test_sums_in_another_order_are_the_same_cells():
+    from lumina_cache.gap.cells import _rounded
+
+    some = np.random.default_rng(0).normal(size=(1000, 3)) * np.array([[1e-6], [1.0]] * 500)
+    one, two = (some[:, 0] + some[:, 1]) + some[:, 2], some[:, 0] + (some[:, 1] + some[:, 2])
+    assert (one != two).any()
+    assert (_rounded(one) == _rounded(two)).mean() > 0.99
+    assert _rounded(one) == pytest.approx(one, rel=1e-11)
+    assert _rounded(np.array([0.0, -0.0, 1.0, 1e-300])).tolist() == [0.0, 0.0, 1.0, 1e-300]
+
+
 def test_too_many_capabilities_to_enumerate_are_refused_by_name():
     requires = [(), *((f"C{i}",) for i in range(17))]
     cells = made(np.ones((2, 18, 6)), [0, *[3] * 17], requires=requires)
@@ -445,6 +534,16 @@ def test_an_action_above_a_rung_that_names_nothing_missing_needs_the_rung(tmp_pa
     planted = [KEEP, NATIVE, Planted(What("odd", 3), 0.28, 0.04)]
     (one,) = attribute(reduced(tmp_path, planted), "native", 0.28).capabilities
     assert (one.name, one.shapley.value) == ("RUNG_3", pytest.approx(3.0))
+
+
+def test_a_rung_has_what_it_stands_for_even_where_no_action_of_it_was_measured(tmp_path):
+    cells = reduced(tmp_path, [KEEP, NATIVE, HOOK, KERNEL])
+    missing = {
+        b: {c.name for c in attribute(cells, b, 0.28).capabilities} for b in ("native", "cache", "hook")
+    }
+    assert missing["native"] == {"DENSE_REENCODE", "QUERIES", "RAGGED_HEADS"}
+    assert missing["cache"] == {"QUERIES", "RAGGED_HEADS"}
+    assert missing["hook"] == {"RAGGED_HEADS"}
 
 
 def test_a_rung_with_nothing_at_a_budget_has_causes_of_nothing(tmp_path):
@@ -509,6 +608,18 @@ def test_several_stores_of_several_versions_make_a_trend(tmp_path):
     ]
 
 
+def test_versions_of_something_else_are_told_apart_in_a_trend(tmp_path):
+    store = Store(tmp_path)
+    some = observations(SPACE, THREE)
+    store.append(some)
+    store.append(replace(o, provenance=replace(o.provenance, mlx="1")) for o in some)
+    found = analyse(store, settings=FEW).simulated
+    assert {v for t in found.trends for v, _ in t.versions} == {
+        "0.0.1 (mlx 0, lumina-cache 0)",
+        "0.0.1 (mlx 1, lumina-cache 0)",
+    }
+
+
 def test_the_same_store_and_seed_give_the_same_figures(tmp_path):
     store = stored(tmp_path, SPACE, Setting(documents=4, token_noise=0.01))
     one, two = (analyse(store, settings=FEW).to_record() for _ in range(2))
@@ -565,7 +676,7 @@ TAKERS = {
     "of_one_state": lumina_cache.gap.store.of_one_state,
 }
 #: Public functions that are given no observations of a state: stores keep the states apart, and the rest are of one row.
-OTHERS = {"analyse", "together_needed", "from_row", "quality_of", "open_tables", "schema_of"}
+OTHERS = {"analyse", "empty_file", "together_needed", "from_row", "quality_of", "open_tables", "schema_of"}
 ANY = made(np.ones((2, 2, 6)), [0, 1])
 
 

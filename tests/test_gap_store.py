@@ -21,6 +21,7 @@ from lumina_cache.errors import AnalysisError, LogFormatError, MixedExecutionSta
 from lumina_cache.gap.records import (  # noqa: E402
     BackendInfeasible,
     Measured,
+    Observation,
     Provenance,
     Real,
     Simulated,
@@ -265,6 +266,17 @@ def test_a_writer_that_is_killed_half_way_leaves_a_store_that_can_be_read(tmp_pa
     assert kinds(tables.problems) == [("unfinished", 1)]
     Store(tmp_path).append([real()])
     assert open_tables(tmp_path).real.rows == 2
+
+
+def test_a_table_of_another_execution_state_is_not_added(tmp_path):
+    rows = pa.Table.from_pylist([simulated().to_row()], schema=schema_of("simulated"))
+    with pytest.raises(MixedExecutionStateError, match="simulated observations is none of real"):
+        Store(tmp_path).append_table("real", rows)
+    with pytest.raises(AnalysisError, match="no table of simulated observations"):
+        Store(tmp_path).append_table("simulated", rows.drop_columns(["kl_mean"]))
+    with pytest.raises(MixedExecutionStateError, match="Observation has no execution state"):
+        Store(tmp_path).append([Observation(STATE, What("keep"), ORIGIN)])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_manifest_comes_back(tmp_path):

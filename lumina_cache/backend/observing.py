@@ -144,13 +144,21 @@ def _dense(layer: Any, rows: Any) -> mx.array:
 class _Turned:
     """Finds, for each layer, the module whose return value was handed to attention as queries."""
 
+    called: dict[int, Any] = field(default_factory=dict)  #: x as it was handed in, by the number of the frame
     results: list[tuple[Any, Any, Any, Any]] = field(default_factory=list)  # module, x, offset, result
     found: dict[str, Rotation] = field(default_factory=dict)
 
     def profile(self, frame: FrameType, event: str, result: Any) -> None:
+        if event not in ("call", "return"):
+            return
         names = frame.f_locals
-        if event == "return" and "offset" in names and isinstance(names.get("self"), nn.Module):
-            self.results.append((names["self"], names.get("x"), names["offset"], result))
+        if "offset" in names and isinstance(names.get("self"), nn.Module):
+            if event == "call":
+                # A rotation that scales as well (YaRN) gives its x another value on the way.
+                self.called[id(frame)] = names.get("x")
+            else:
+                x = self.called.pop(id(frame), None)
+                self.results.append((names["self"], x, names["offset"], result))
 
     def observe(self, layer: ManagedLayer, queries: mx.array, *_: Any) -> tuple[mx.array, ...]:
         for module, x, offset, result in self.results:

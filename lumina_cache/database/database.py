@@ -195,7 +195,7 @@ class Database:
         own: dict[str, str] = {
             "id": "id",
             "source": f"'{source}'",
-            "kind": "'campaign'",
+            "kind": "CASE \"source\" WHEN 'calibrate' THEN 'profile' ELSE \"source\" END",
             "state": f"'{state}'",
             "outcome": "'works'",
             "documents": "1",

@@ -33,7 +33,7 @@ class Selection:
         mlx, mlx_lm, lumina_cache: a version or its beginning: ``0.32`` finds 0.32 and 0.32.4, not 0.320.
         model: part of the model's name, its module in mlx-lm (``llama``), or its fingerprint.
         action: an action's text form, with ``*`` and ``?`` as in file names.
-        kind: ``probe``, ``architectures``, ``profile``, ``eval`` or ``campaign``.
+        kind: ``probe``, ``architectures``, ``profile``, ``eval``, ``campaign`` or ``log``.
         state: one execution state.
     """
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -151,7 +152,9 @@ class Trend:
     low: str
     high: str
     budget: float
-    versions: tuple[tuple[str, Estimate | None], ...]  #: mlx-lm's version → points, oldest first
+    versions: tuple[
+        tuple[str, Estimate | None], ...
+    ]  #: of mlx-lm, and of others where those differ too → points
 
     def to_record(self) -> dict[str, Any]:
         return _record(self) | {
@@ -392,28 +395,36 @@ def _known(value: Any) -> float | None:
 
 def _trends(strata: Sequence[StratumAnalysis]) -> tuple[Trend, ...]:
     """Gaps whose strata differ in versions alone."""
-    groups: dict[tuple[Any, ...], dict[str, StratumAnalysis]] = {}
+    groups: dict[tuple[Any, ...], list[StratumAnalysis]] = {}
     for one in strata:
         s = one.stratum
         key = (s.model, s.model_name, s.context, s.phase, s.horizon, s.source, s.device, s.machine)
-        groups.setdefault(key, {})[s.mlx_lm] = one
+        groups.setdefault(key, []).append(one)
     found = []
-    for key, versions in groups.items():
-        if len(versions) < 2:
+    for several in groups.values():
+        if len(several) < 2:
             continue
-        order = sorted(versions, key=_version)
-        for gap in versions[order[-1]].gaps:
-            points = []
-            for version in order:
-                same = [
-                    g
-                    for g in versions[version].gaps
-                    if (g.low, g.high, g.budget) == (gap.low, gap.high, gap.budget)
-                ]
-                points.append((version, same[0].points if same else None))
-            found.append(Trend(key[1], key[2], key[3], gap.low, gap.high, gap.budget, tuple(points)))
+        named = [s.stratum.mlx_lm for s in several]
+        if len(set(named)) < len(named):  # versions of something else differ as well
+            named = [
+                f"{s.stratum.mlx_lm} (mlx {s.stratum.mlx}, lumina-cache {s.stratum.lumina_cache})"
+                for s in several
+            ]
+        versions = dict(sorted(zip(named, several, strict=True), key=lambda item: _version(item[0])))
+        s = several[0].stratum
+        pairs = dict.fromkeys((g.low, g.high, g.budget) for one in several for g in one.gaps)
+        for low, high, budget in pairs:
+            points = tuple((v, _points_of(one, low, high, budget)) for v, one in versions.items())
+            found.append(Trend(s.model_name, s.context, s.phase, low, high, budget, points))
     return tuple(found)
 
 
-def _version(text: str) -> tuple[Any, ...]:
-    return tuple((0, int(p), "") if p.isdecimal() else (1, 0, p) for p in text.split("."))
+def _points_of(one: StratumAnalysis, low: str, high: str, budget: float) -> Estimate | None:
+    same = [g.points for g in one.gaps if (g.low, g.high, g.budget) == (low, high, budget)]
+    return same[0] if same else None
+
+
+def _version(text: str) -> tuple[tuple[int, int, str], ...]:
+    """In the order in which versions came out: numbers as numbers."""
+    parts = re.split(r"[^0-9A-Za-z]+", text)
+    return tuple((0, int(p), "") if p.isdecimal() else (1, 0, p) for p in parts)

@@ -1,6 +1,7 @@
 """Which missing capability costs how much: by itself, in the best order, and as its Shapley value.
 
-A rung *has* the capabilities that it stands for. For a set S of those that it lacks::
+A rung *has* the capabilities of its depth and above (:mod:`lumina_cache.backend.capabilities`), and whatever else its own
+actions need. For a set S of those that it lacks::
 
     v(S) = best score over actions whose requirements ⊆ has ∪ S, at one budget
 
@@ -27,7 +28,9 @@ from typing import Any
 import numpy as np
 
 from ..actions import Plan, parse_action
+from ..backend import capabilities
 from ..errors import ActionSyntaxError, AnalysisError
+from ..methods import METHODS
 from .cells import Cells, Fact
 from .gap import Index, _record, fits, scores, together
 from .resample import Array, Estimate
@@ -49,6 +52,15 @@ MAX_CAPABILITIES = 16
 
 #: What comes with any cache object of one's own behind mlx-lm's interface, and is not given apart.
 _ROWS = frozenset({"KEYS", "VALUES", "ROW_GATHER", "ROW_CHOICE"})
+
+#: Every capability that is known by name → the rung that it takes.
+_DEPTHS = {
+    str(c): int(c.rung)
+    for c in (
+        *(one for one in vars(capabilities).values() if isinstance(one, capabilities.Capability)),
+        *(one for method in METHODS.values() for one in method.requires),
+    )
+}
 
 _RUNGS = {"native": 0, "cache": 1, "hook": 2}
 
@@ -173,7 +185,7 @@ def _lacking(
     facts: Sequence[Fact], rung: int, named: Callable[[Iterable[str]], frozenset[str]]
 ) -> dict[int, frozenset[str]]:
     """What each action needs beyond what the rung has; nothing for actions that the rung executes."""
-    has: frozenset[str] = frozenset().union(
+    has: frozenset[str] = named(name for name, depth in _DEPTHS.items() if depth <= rung).union(
         *(named(f.requires) for f in facts if f.role == "candidate" and f.rung <= rung)
     )
     found = {}
@@ -287,12 +299,19 @@ def _best_order(means: Array, n: int) -> list[int]:
     given, order = 0, list[int]()
     while len(order) < n:
         left = [i for i in range(n) if not given >> i & 1]
-        worth = [means[given | 1 << i] for i in left]
-        equal = [i for i, w in zip(left, worth, strict=True) if w == max(worth)]
-        best = equal[0] if len(equal) == 1 else max(equal, key=lambda i: _with(means, given | 1 << i))
+        equal = _largest(left, [float(means[given | 1 << i]) for i in left])
+        if len(equal) > 1:
+            equal = _largest(equal, [_with(means, given | 1 << i) for i in equal])
+        best = equal[0]
         order.append(best)
         given |= 1 << best
     return order
+
+
+def _largest(of: Sequence[int], values: Sequence[float]) -> list[int]:
+    """Those of ``of`` with the largest value. Sums of the same numbers in another order count as equal."""
+    least = max(values) - 1e-9 * max(1.0, abs(max(values)))
+    return [i for i, v in zip(of, values, strict=True) if v >= least]
 
 
 def _with(means: Array, given: int) -> float:

@@ -20,7 +20,7 @@ from .store import ScoredTable, of_one_state
 if TYPE_CHECKING:
     import ibis
 
-__all__ = ["Cells", "Fact", "Missing", "Stratum", "cells_of", "strata_of"]
+__all__ = ["LEAST_MEASURED", "Cells", "Fact", "Missing", "Stratum", "cells_of", "strata_of"]
 
 
 @dataclass(frozen=True, order=True)
@@ -48,6 +48,10 @@ class Stratum:
 
 
 _TAB = "\t"
+
+#: A document on which less than this share of the actions was measured is left out: its campaign was cut short there.
+LEAST_MEASURED = 0.5
+
 _KEYS = tuple(f.name for f in fields(Stratum))
 
 
@@ -80,7 +84,8 @@ class Missing:
 class Cells:
     """The figures of a stratum's actions on all of its documents. Arrays have shape (actions, documents).
 
-    Only actions that were measured in every state of every document are here; the others are in ``missing``.
+    Only actions that were measured in every state of every document are here; the others are in ``missing``. Documents
+    on which less than LEAST_MEASURED of all actions was measured are left out before, and named in ``notes``.
     """
 
     stratum: Stratum
@@ -135,7 +140,8 @@ def cells_of(table: ScoredTable, stratum: Stratum, *, draws: int = 10_000, seed:
     if not found.num_rows:
         raise AnalysisError(f"no observation of {stratum.label}")
     facts, notes = _facts(here)
-    return _assembled(table.execution_state, stratum, found, facts, notes, draws, seed)
+    states = _states(here)
+    return _assembled(table.execution_state, stratum, found, states, facts, notes, draws, seed)
 
 
 def _reduced(here: ibis.Table) -> ibis.Table:
@@ -146,7 +152,7 @@ def _reduced(here: ibis.Table) -> ibis.Table:
         q1=quality_points(here.kl_half1, here.p95_half1, ibis.greatest),
         q=quality_points(here.kl_mean, here.kl_p95, ibis.greatest),
         t=time_points(here.time_ratio, lambda ratio: ratio.ln()),
-        text=here.document + "\t" + here.tokens_sha256,
+        text=_text(here),
     )
     return rows.group_by("action", "text").aggregate(
         states=rows.count(),
@@ -167,12 +173,28 @@ def _reduced(here: ibis.Table) -> ibis.Table:
     )
 
 
+def _text(here: ibis.Table) -> Any:
+    """A document by name and tokens."""
+    return here.document + _TAB + here.tokens_sha256
+
+
+def _states(here: ibis.Table) -> dict[str, int]:
+    """Document → states in which anything was measured on it."""
+    named = here.select(text=_text(here), seed=here.seed)
+    found = named.group_by("text").aggregate(states=named.seed.nunique()).to_pyarrow()
+    return dict(zip(found["text"].to_pylist(), found["states"].to_pylist(), strict=True))
+
+
 def _facts(here: ibis.Table) -> tuple[dict[str, Fact], list[str]]:
-    """Facts by action; an action of which two things are said is in the notes instead."""
+    """Facts by action; an action of which two things are said is in the notes instead.
+
+    An action that one rung executes on some documents and only a deeper one on others is of the deeper one: the former
+    does not execute it everywhere.
+    """
     joined = here.mutate(needs=here.requires.join("\n"))
     found = joined.group_by("action").aggregate(
-        rung=joined.rung.min(),
-        rung_last=joined.rung.max(),
+        rung=joined.rung.max(),
+        rung_first=joined.rung.min(),
         role=joined.role.min(),
         role_last=joined.role.max(),
         needs=joined.needs.min(),
@@ -181,88 +203,119 @@ def _facts(here: ibis.Table) -> tuple[dict[str, Fact], list[str]]:
     facts: dict[str, Fact] = {}
     notes: list[str] = []
     for r in found.to_pyarrow().to_pylist():
-        if (r["rung"], r["role"], r["needs"]) != (r["rung_last"], r["role_last"], r["needs_last"]):
-            notes.append(f"{r['action']}: rung, role or requirements differ between observations; left out")
+        if (r["role"], r["needs"]) != (r["role_last"], r["needs_last"]):
+            notes.append(f"{r['action']}: role or requirements differ between observations; left out")
             continue
+        if r["rung"] != r["rung_first"]:
+            notes.append(
+                f"{r['action']}: carried out at rungs {r['rung_first']} to {r['rung']}; counts as the deepest"
+            )
         needs = tuple(n for n in (r["needs"] or "").split("\n") if n)
         facts[r["action"]] = Fact(r["action"], int(r["rung"]), needs, r["role"])
     return facts, sorted(notes)
+
+
+class _Grid:
+    """Columns of the reduced observations as arrays of shape (actions, documents); NaN where nothing was measured."""
+
+    def __init__(self, found: Any) -> None:
+        self.actions, self._row = _coded(found, "action")
+        self.documents, self._column = _coded(found, "text")
+        self._found = found
+
+    def __getitem__(self, name: str) -> Array:
+        out = np.full((len(self.actions), len(self.documents)), np.nan)
+        values = self._found[name].to_numpy(zero_copy_only=False).astype(np.float64)
+        out[self._row, self._column] = _rounded(values)
+        return out
+
+    def domains(self) -> tuple[list[str], list[str]]:
+        """The domain of each document, and a note for each document of several."""
+        domains = [""] * len(self.documents)
+        notes = dict[str, None]()
+        columns = (self._column.tolist(), *(self._found[c].to_pylist() for c in ("domain", "domains")))
+        for where, name, several in zip(*columns, strict=True):
+            if several > 1 or domains[where] not in ("", name):
+                notes[f"{self.documents[where].split(_TAB)[0]}: is said to be of several domains"] = None
+            domains[where] = name
+        return domains, list(notes)
+
+
+def _rounded(values: Array) -> Array:
+    """To 12 significant digits: engines add in any order, and equals should stay equal."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scale = 10.0 ** (11 - np.floor(np.log10(np.abs(values))))
+        found: Array = np.where(np.isfinite(scale) & (scale != 0), np.round(values * scale) / scale, values)
+    return found
 
 
 def _assembled(
     execution_state: str,
     stratum: Stratum,
     found: Any,
+    states_of: dict[str, int],
     facts: dict[str, Fact],
     notes: list[str],
     draws: int,
     seed: int,
 ) -> Cells:
-    actions, row = _coded(found, "action")
-    documents, column = _coded(found, "text")
-    size = len(actions), len(documents)
-
-    def grid(name: str) -> Array:
-        out = np.full(size, np.nan)
-        out[row, column] = found[name].to_numpy(zero_copy_only=False)
-        return out
-
-    states = np.nan_to_num(grid("states"))
-    expected = states.max(axis=0)
-    complete = (states == expected).all(axis=1)
-    halved = (np.nan_to_num(grid("halves")) == expected).all(axis=1)
-    usable = np.array([a in facts for a in actions]) & complete & halved
+    grid = _Grid(found)
+    expected = np.array([states_of[d] for d in grid.documents])
+    there = np.nan_to_num(grid["states"]) == expected
+    halves = np.nan_to_num(grid["halves"]) == expected
+    known = np.array([a in facts for a in grid.actions])
+    begun = there.mean(axis=0) < LEAST_MEASURED
+    documents = np.flatnonzero(~begun)
+    usable = known & (there & halves)[:, documents].all(axis=1) & (documents.size > 0)
+    # Ties go to the first of equals, hence to the lower rung.
     order = sorted(
-        np.flatnonzero(usable).tolist(), key=lambda i: (facts[actions[i]].rung, actions[i])
-    )  # a tie goes to the lower rung
-    missing = [
-        Missing(
-            actions[i],
-            facts[actions[i]].role,
-            facts[actions[i]].rung,
-            int((states[i] == expected).sum()),
-            size[1],
-            "not measured in every state" if not complete[i] else "no figures of both halves of the tokens",
-        )
-        for i in range(size[0])
-        if actions[i] in facts and not usable[i]
-    ]
-    domains = [""] * size[1]
-    for where, name, several in zip(
-        column.tolist(), found["domain"].to_pylist(), found["domains"].to_pylist(), strict=True
-    ):
-        if several > 1 or domains[where] not in ("", name):
-            notes.append(f"{documents[where].split(_TAB)[0]}: is said to be of several domains")
-        domains[where] = name
-    names, more = _named(documents)
-    notes = [*dict.fromkeys(notes), *more]
-    kept = np.array(order, dtype=np.int64)
-    tail = bool((grid("tails")[kept] == expected).all()) if order else True
+        np.flatnonzero(usable).tolist(), key=lambda i: (facts[grid.actions[i]].rung, grid.actions[i])
+    )
+    kept = np.ix_(np.array(order, dtype=np.int64), documents)
+    tail = bool((grid["tails"][kept] == expected[documents]).all())
+    domains, more = grid.domains()
+    names, still_more = _named(grid.documents)
+    notes = [*notes, *more, *still_more]
+    for i in np.flatnonzero(begun):
+        measured = f"{int(there[:, i].sum())} of {len(grid.actions)} actions were measured on it"
+        notes.append(f"{names[i]}: left out, as {measured} in every state")
     if not tail:
         notes.append(
             "no 95th percentile of both halves of the tokens: Q is the mean's term alone, for all actions"
         )
-    kl = np.stack([grid("kl0"), grid("kl1")])[:, kept]
-    quality = np.stack([grid("q0"), grid("q1")])[:, kept] if tail else np.asarray(quality_points(kl))
+    kl = np.stack([grid["kl0"][kept], grid["kl1"][kept]])
+    quality = np.stack([grid["q0"][kept], grid["q1"][kept]])
     return Cells(
         stratum=stratum,
         execution_state=execution_state,
-        facts=tuple(facts[actions[i]] for i in order),
-        documents=tuple(names),
-        resampling=Documents(domains, draws=draws, seed=seed),
-        states=int(expected.sum()),
-        quality=quality,
+        facts=tuple(facts[grid.actions[i]] for i in order),
+        documents=tuple(names[i] for i in documents),
+        resampling=Documents([domains[i] for i in documents], draws=draws, seed=seed),
+        states=int(expected[documents].sum()),
+        quality=quality if tail else np.asarray(quality_points(kl)),
         kl=kl,
-        quality_whole=grid("q")[kept] if tail else np.asarray(quality_points(grid("kl")[kept])),
-        kl_whole=grid("kl")[kept],
-        top1=grid("top1")[kept],
-        nll_change=grid("nll_change")[kept],
-        share=grid("share")[kept],
-        time=grid("t")[kept],
+        quality_whole=grid["q"][kept] if tail else np.asarray(quality_points(grid["kl"][kept])),
+        kl_whole=grid["kl"][kept],
+        top1=grid["top1"][kept],
+        nll_change=grid["nll_change"][kept],
+        share=grid["share"][kept],
+        time=grid["t"][kept],
         tail=tail,
-        missing=tuple(sorted(missing, key=lambda m: (m.rung, m.action))),
+        missing=_missing(grid.actions, facts, there[:, documents], usable),
         notes=tuple(notes),
     )
+
+
+def _missing(actions: list[str], facts: dict[str, Fact], there: Any, usable: Any) -> tuple[Missing, ...]:
+    found = []
+    for i, action in enumerate(actions):
+        if action in facts and not usable[i]:
+            why = (
+                "no figures of both halves of the tokens" if there[i].all() else "not measured in every state"
+            )
+            fact = facts[action]
+            found.append(Missing(action, fact.role, fact.rung, int(there[i].sum()), there.shape[1], why))
+    return tuple(sorted(found, key=lambda m: (m.rung, m.action)))
 
 
 def _coded(found: Any, name: str) -> tuple[list[str], Any]:

@@ -30,6 +30,9 @@ RUNGS = ("native", "cache", "hook", "kernel", "trained")
 #: Most bars that a figure of causes shows; the table has all of them.
 MOST_BARS = 12
 
+#: Documents that are named beside the figures.
+MOST_NAMES = 40
+
 _Row = tuple[str, ...]
 
 
@@ -58,6 +61,7 @@ def _stratum(state: StateAnalysis, index: int, one: StratumAnalysis) -> Section:
         ("held when the action is taken", f"{s.context:,} tokens, {s.phase}"),
         ("scored after it", f"{s.horizon:,} tokens"),
         ("documents", f"{len(one.documents)} ({domains}), {one.states} states"),
+        ("their names", _names(one.documents)),
         ("device", f"{s.device}, {s.machine}"),
         ("versions", f"MLX {s.mlx}, mlx-lm {s.mlx_lm}, lumina_cache {s.lumina_cache}"),
         ("source", s.source),
@@ -87,6 +91,11 @@ def _stratum(state: StateAnalysis, index: int, one: StratumAnalysis) -> Section:
     )
 
 
+def _names(documents: Sequence[str]) -> str:
+    more = len(documents) - MOST_NAMES
+    return ", ".join(documents[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
 def _title(one: StratumAnalysis, strata: Sequence[StratumAnalysis]) -> str:
     """Model, length and phase, and of everything else what tells this stratum from those with the same of these."""
     s = one.stratum
@@ -95,9 +104,18 @@ def _title(one: StratumAnalysis, strata: Sequence[StratumAnalysis]) -> str:
         for o in strata
         if (o.stratum.model_name, o.stratum.context, o.stratum.phase) == (s.model_name, s.context, s.phase)
     ]
-    names = {"mlx_lm": "mlx-lm ", "mlx": "MLX ", "lumina_cache": "lumina_cache ", "device": "", "machine": "", "source": ""}
+    names = {
+        "mlx_lm": "mlx-lm ",
+        "mlx": "MLX ",
+        "lumina_cache": "lumina_cache ",
+        "device": "",
+        "machine": "",
+        "source": "",
+    }
     names |= {"horizon": "horizon ", "model": "fingerprint "}
-    differ = [f"{text}{getattr(s, n)}" for n, text in names.items() if len({getattr(o, n) for o in alike}) > 1]
+    differ = [
+        f"{text}{getattr(s, n)}" for n, text in names.items() if len({getattr(o, n) for o in alike}) > 1
+    ]
     return ", ".join([s.model_name, f"{s.context:,} tokens", s.phase, *differ])
 
 
@@ -207,11 +225,14 @@ def _gap_sentence(
     neutral = 1.0 if unit == "times the bytes" else 0.0
     sure = sum(e.low is not None and e.low > neutral for _, e in known)
     below = sum(e.high is not None and e.high < neutral for _, e in known)
-    text = (
+    widest = (
         f"The widest gap is that from {top.low} to {top.high} at {percent(top.budget)} of the bytes, "
-        f"{with_interval(estimate, unit)}; {sure} of the {len(known)} gaps shown are above {number(neutral)} "
-        "with their whole interval"
+        f"{with_interval(estimate, unit)}"
     )
+    told = [e for _, e in known if e.low is not None]
+    if not told:
+        return f"{widest}; with so few documents there are no intervals, so that none can be told from noise."
+    text = f"{widest}; {sure} of {len(told)} gaps with an interval lie above {number(neutral)} with all of it"
     return text + (f", and {below} below it." if below else ".")
 
 
@@ -328,9 +349,7 @@ def _pareto_figure(key: str, one: StratumAnalysis) -> Figure | None:
         for p in sorted(one.points, key=lambda p: (p.share, p.kl.value))
     )
     exact = len(one.points) - len(shown)
-    lossless = (
-        f" {exact} without any damage have no place on this axis and are in the table." if exact else ""
-    )
+    lossless = f" {exact} without any damage cannot be shown on this axis; see the table." if exact else ""
     best = _fewest(shown, fronts)
     view = View(
         "",
@@ -781,7 +800,10 @@ def _times_figure(key: str, one: StratumAnalysis) -> Figure | None:
 
 def _refusals(analysis: Analysis) -> Section:
     figure = Figure(
-        "refusals", "Refusals by reason", "backend_infeasible", (refusal_view(reasons(analysis.refusals)),)
+        "refusals-reasons",
+        "Refusals by reason",
+        "backend_infeasible",
+        (refusal_view(reasons(analysis.refusals)),),
     )
     rungs = sorted({r.backend_rung for r in analysis.refusals})
     return Section(

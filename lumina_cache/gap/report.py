@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,11 +18,18 @@ from .figure import Section, percent, spelled, with_interval
 
 if TYPE_CHECKING:
     from .analysis import Analysis, StateAnalysis, StratumAnalysis
+    from .resample import Estimate
 
 __all__ = ["analysis_as_text", "as_json", "as_text", "gap_command", "report_page"]
 
 #: Most lines of a kind that the text shows; the page and JSON have all.
 MOST_LINES = 12
+
+#: Capabilities that the text names for a rung.
+MOST_CAUSES = 4
+
+#: Longest text of a manifest that the page shows.
+LONGEST_LEAF = 300
 
 
 def gap_command(
@@ -120,22 +127,23 @@ def report_page(
     if analysis is not None:
         facts += _facts(analysis)
         problems += [f"{p.kind}, {p.count}: {p.where}: {p.text}" for p in analysis.problems]
+        problems += _failures(analysis)
         lead.append(_counts(analysis))
         lead += [
             f"{section.title} [{section.execution_state}]: {figure.sentence}"
             for section in sections
             for figure in section.figures[:1]
-            if section.execution_state != "backend_infeasible"
+            if figure.key == f"{section.key}-gap"
         ][:MOST_LINES]
         title = "What the backend costs: " + spelled(_models(analysis))
     else:
         title = "What the backend cost in " + spelled(Path(p).name for p in logs)
     for path, contents in logs.items():
         problems += [f"{path}: {p}" for p in contents.problems]
-        if analysis is None:
-            from .session import cost
+        from .session import cost
 
-            lead += list(cost(reports[path]))[:1]
+        name = f"{Path(path).name} [simulated]: " if len(logs) > 1 or analysis is not None else ""
+        lead += [name + sentence for sentence in list(cost(reports[path]))[:1]]
     return page(title, sections, facts, lead=lead, problems=problems)
 
 
@@ -162,15 +170,39 @@ def _facts(analysis: Analysis) -> Iterator[tuple[str, str]]:
     s = analysis.settings
     for path in analysis.stores:
         yield "store", path
-        for name, value in (Store(path).manifest or {}).items():
-            if isinstance(value, str | int | float) and value is not True and value is not False:
-                yield f"manifest: {name}", str(value)
+        yield from ((f"manifest: {name}", text) for name, text in _leaves(Store(path).manifest or {}))
     yield "analysed with", f"{analysis.engine}, {analysis.seconds:.1f} s"
     yield (
         "intervals",
         f"{100 * s.level:g} %, bootstrap over documents within domains, {s.draws:,} draws, seed {s.seed}",
     )
     yield "budgets", ", ".join(percent(b) for b in s.budgets) + f", up to {100 * (s.slack - 1):.0f} % above"
+
+
+def _leaves(manifest: Mapping[str, Any], above: str = "", depth: int = 3) -> Iterator[tuple[str, str]]:
+    """What of a manifest fits on a line: texts, numbers and short lists of them, with the names that lead there."""
+    for name, value in manifest.items():
+        if name == "units":  # one for each document, for whoever goes on with the campaign
+            continue
+        if isinstance(value, Mapping) and depth > 1:
+            yield from _leaves(value, f"{above}{name}.", depth - 1)
+        elif isinstance(value, str | int | float) or (
+            isinstance(value, list) and value and all(isinstance(v, str | int | float) for v in value)
+        ):
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            if len(text) <= LONGEST_LEAF:
+                yield f"{above}{name}", text
+
+
+def _failures(analysis: Analysis) -> Iterator[str]:
+    """What a campaign tried and could not measure, as its manifest says."""
+    from .store import Store
+
+    for path in analysis.stores:
+        units = (Store(path).manifest or {}).get("units", {})
+        for name, unit in units.items() if isinstance(units, Mapping) else ():
+            for failure in unit.get("failures", ()):
+                yield f"failed in {name}: " + ", ".join(f"{k} {v}" for k, v in failure.items())
 
 
 def _write_page(path: Path, text: str) -> None:
@@ -223,7 +255,7 @@ def _gap_lines(one: StratumAnalysis) -> Iterator[str]:
     for gap in sorted(one.gaps, key=lambda g: -g.budget):
         if (gap.low, gap.high) in shown:
             figures = (gap.points, gap.nats, gap.bytes_times)
-            cells = (gap.why, "", "") if gap.why else tuple(with_interval(e) for e in figures)
+            cells = (gap.why, "", "") if gap.why else tuple(_short(e) for e in figures)
             rows.append((percent(gap.budget), f"{gap.low} → {gap.high}", *cells))
     widths = [max(len(row[i]) for row in rows if i < 2 or row[3]) for i in range(5)]
     yield from (
@@ -233,10 +265,22 @@ def _gap_lines(one: StratumAnalysis) -> Iterator[str]:
 
 
 def _cause_lines(one: StratumAnalysis) -> Iterator[str]:
-    for a in one.attributions:
-        if a.documents == "all" and a.capabilities:
-            told = ", ".join(f"{c.name} {with_interval(c.shapley)}" for c in a.capabilities[:3])
-            yield f"  causes, {a.base} at {percent(a.budget)} (Shapley, points): {told}"
+    """For each rung the causes at the budget with the widest gap."""
+    known = [a for a in one.attributions if a.documents == "all" and a.capabilities and a.total is not None]
+    for rung in dict.fromkeys(a.base for a in known):
+        mine = [a for a in known if a.base == rung]
+        widest = max(mine, key=lambda a: a.total.value if a.total is not None else 0.0)
+        told = ", ".join(f"{c.name} {_short(c.shapley)}" for c in widest.capabilities[:MOST_CAUSES])
+        more = len(widest.capabilities) - MOST_CAUSES
+        yield (
+            f"  causes, {rung} at {percent(widest.budget)} (Shapley values of {_short(widest.total)} points): {told}"
+            + (f" and {more} more" if more > 0 else "")
+        )
+
+
+def _short(one: Estimate | None) -> str:
+    """A figure in a column; where intervals are missing a note says so once."""
+    return with_interval(one).removesuffix(" (no interval)")
 
 
 # -- a log in words -----------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def session_sections(
         examples = _examples(contents)
         reasons = [(r, n, "", examples.get(r, "")) for r, n in report.refusals]
         figure = Figure(
-            f"{key}-refusals", "Refusals by reason", "backend_infeasible", (refusal_view(reasons),)
+            f"{key}-refusals-reasons", "Refusals by reason", "backend_infeasible", (refusal_view(reasons),)
         )
         found.append(
             Section(f"{key}-refusals", f"What was refused in {name}", "backend_infeasible", (), (), (figure,))
@@ -136,7 +136,7 @@ def cost(report: GapReport) -> Iterator[str]:
             f"{missing}."
         )
     else:
-        yield f"{over}nothing: whatever scored best could be carried out; {missing}."
+        yield f"{over}nothing; {missing}."
     lost = [g.controller for g in report.gaps if g.controller is not None]
     if lost:
         yield f"The policy's choices were {number(sum(lost) / len(lost))} points from the best feasible ones on average."

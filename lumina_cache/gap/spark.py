@@ -55,8 +55,9 @@ class Spark:
 def _local(sessions: Any) -> Any:
     settings = {
         "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
         "spark.sql.session.timeZone": "UTC",
-        "spark.sql.shuffle.partitions": "8",
+        "spark.sql.shuffle.partitions": "2",
         "spark.sql.execution.arrow.pyspark.enabled": "true",
         "spark.driver.memory": "1g",
     }

@@ -179,9 +179,14 @@ class Store:
         Raises:
             AnalysisError: the folder cannot be written to.
             AnalysisUnavailableError: pyarrow is not installed.
+            MixedExecutionStateError: something is none of the three kinds of observations.
         """
         rows: dict[str, list[dict[str, Any]]] = {}
         for one in observations:
+            if not isinstance(one, Real | Simulated | BackendInfeasible):
+                raise MixedExecutionStateError(
+                    f"{type(one).__name__} has no execution state: give Real, Simulated or BackendInfeasible"
+                )
             rows.setdefault(one.execution_state, []).append(one.to_row())
         return [self._write(name, rows[name]) for name in _DATASETS if name in rows]
 
@@ -190,17 +195,31 @@ class Store:
         return self.append_table(name, pa.Table.from_pylist(list(rows), schema=schema_of(name)))
 
     def append_table(self, execution_state: str, table: pa.Table) -> Path:
-        """Write rows that are columns already as a new part file; the schema must be :func:`schema_of`'s."""
-        _pyarrow()
+        """Write rows that are columns already as a new part file; the schema must be :func:`schema_of`'s.
+
+        Raises:
+            AnalysisError: columns are missing or of other types, or the folder cannot be written to.
+            MixedExecutionStateError: the table says that it holds another execution state.
+        """
+        pa = _pyarrow()
         import pyarrow.parquet as pq
 
+        told = (table.schema.metadata or {}).get(_META_STATE, execution_state.encode()).decode()
+        if told != execution_state:
+            raise MixedExecutionStateError(
+                f"a table of {told} observations is none of {execution_state} ones"
+            )
+        try:
+            table = table.cast(schema_of(execution_state))
+        except (pa.ArrowException, ValueError) as error:
+            raise AnalysisError(f"no table of {execution_state} observations: {_line(error)}") from None
         folder = self.path / execution_state
         part = folder / f"part-{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.parquet"
         temporary = part.with_name(part.name + _UNFINISHED)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with temporary.open("wb") as file:
-                pq.write_table(table.cast(schema_of(execution_state)), file, compression="zstd")
+                pq.write_table(table, file, compression="zstd")
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, part)
@@ -565,7 +584,8 @@ def _once(table: ibis.Table, name: str, rows: int) -> tuple[ibis.Table, int, lis
 
 
 def _example(table: ibis.Table) -> str:
-    found = table.select("action", "document", "context").limit(1).to_pyarrow().to_pylist()
+    columns = ("action", "document", "context")
+    found = table.select(*columns).order_by(*columns).limit(1).to_pyarrow().to_pylist()
     if not found:
         return "no row"
     return f"for example {found[0]['action']} on {found[0]['document']} at {found[0]['context']} tokens"

@@ -99,8 +99,14 @@
         made.autorange = false;
       }
     } else if (spec.kind === "log") {
-      made.dtick = 1;
-      made.exponentformat = "power";
+      const values = view.series.flatMap((one) => (isY === view.horizontal ? one.x : one.y)).filter((v) => v > 0);
+      if (Math.max(...values) / Math.min(...values) < 40) {
+        made.dtick = "D2";
+        made.tickformat = ".2~g";
+      } else {
+        made.dtick = 1;
+        made.exponentformat = "power";
+      }
     }
     return made;
   }

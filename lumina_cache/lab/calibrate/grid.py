@@ -14,6 +14,7 @@ from ...codecs import CODECS
 from ...errors import CalibrationError
 from ...methods import METHODS
 from ...scorers import SCORERS
+from ...scorers.banked import BANKED
 from ...scorers.observed import OBSERVED
 from .settings import Settings
 
@@ -151,7 +152,7 @@ def _fitting(name: str, keys: int, values: int, shape: ModelShape) -> Quantize |
 
 
 def _evictions(settings: Settings) -> Iterator[Evict]:
-    scorers: Iterable[str] = _QUICK_SCORERS if settings.quick else (*SCORERS, *OBSERVED)
+    scorers: Iterable[str] = _QUICK_SCORERS if settings.quick else (*SCORERS, *BANKED, *OBSERVED)
     for share in sorted(settings.shares, key=lambda s: abs(np.log2(s) + 1)):  # about a half first
         for scorer in scorers:
             yield Evict(scorer, ratio=share, recent=settings.recent)

@@ -15,6 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
+
+from ...bank import find_bank
 from ...errors import CampaignError
 from ...gap.store import Store
 from ..evaluate.documents import EvalDocument, Shortage
@@ -35,12 +39,29 @@ def made_under(
     each = [conditions(model) for model in models]
     return {
         "plan": plan.to_record(),
-        "models": [one.pop("model") for one in each],
+        "models": [
+            {**one.pop("model"), "query_bank": _bank_of(model)}
+            for one, model in zip(each, models, strict=True)
+        ],
         **each[0],
         "machine": machine_name(),
         "code": code_fingerprint(),
         "documents": {model: [d.to_record() for d in some] for model, some in documents.items()},
     }
+
+
+def _bank_of(model: LoadedModel) -> dict[str, Any] | None:
+    """Which stored queries rows of ``model`` are ranked by, and what they were captured from; None if there are none."""
+    bank = find_bank(model.fingerprint)
+    if bank is None:
+        return None
+    digest = hashlib.sha256()
+    for name, layer in sorted(bank.layers.items()):
+        digest.update(name.encode())
+        for key, value in sorted(vars(layer).items()):
+            if isinstance(value, mx.array):
+                digest.update(key.encode() + np.array(value.astype(mx.float32)).tobytes())
+    return {"sha256": digest.hexdigest(), "provenance": dict(bank.provenance)}
 
 
 class Manifest:

@@ -147,8 +147,9 @@ class OwnAction(_Plain):
         try:
             applied = fork.apply(self.action)
         except ActionInfeasibleError as error:
+            reasons = _reasons(fork, error)  # before closing writes another record
             fork.close()
-            raise Refused(_reasons(fork, error)) from None
+            raise Refused(reasons) from None
         except BaseException:
             fork.close()
             raise
