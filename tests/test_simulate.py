@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -123,7 +124,23 @@ def bench(name: str = "llama", rung: Rung = Rung.HOOK, block: int = 8) -> Bench:
     ids = np.random.default_rng(3).integers(0, SPECS[name].vocab_size, PLAN.length(CONTEXT))
     document = EvalDocument("made", "noise", "a test", "none", "0", 0, CONTEXT, tuple(int(i) for i in ids))
     observe = tuple(OBSERVED) if rung == Rung.HOOK else ()
-    return Bench(build(name), _NoWords(), document, replace(PLAN, block=block), 0, rung=rung, observe=observe)
+    made = Bench(build(name), _NoWords(), document, replace(PLAN, block=block), 0, rung=rung, observe=observe)
+    _made.append(made)
+    return made
+
+
+_made: list[Bench] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hooks_closed_afterwards() -> Iterator[None]:
+    """Benches are shared by the tests of this file, and no hook of theirs is to be seen in any other."""
+    yield
+    for made in _made:
+        made.close()
+    _made.clear()
+    bench.cache_clear()
+    simulator.cache_clear()
 
 
 @functools.cache
