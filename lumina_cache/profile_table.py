@@ -22,8 +22,8 @@ def as_markdown(profile: Profile) -> str:
     rows = sorted({rows for c in profile.codecs for rows, _ in (*c.times, *c.chunk_times)})
     heads = [f"{what}, {n:,} rows" for what in ("step", "chunk") for n in rows]
     lines = [
-        f"Measured on {profile.provenance.get('documents', 'an unknown number of')} documents ({texts or 'unnamed'}) with "
-        f"{len(profile.codecs)} codecs and {len(profile.evictors)} scorers.",
+        f"Quality of {len(profile.codecs)} codecs and {len(profile.evictors)} scorers: all of them on "
+        f"{profile.provenance.get('documents', 'an unknown number of')} of the texts {texts or '(unnamed)'}.",
         "",
         f"| codec | {' | '.join(heads)} | step over mlx-lm's, {rows[-1]:,} rows |",
         f"| --- |{' ---: |' * (len(heads) + 1)}",
