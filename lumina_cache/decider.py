@@ -12,7 +12,7 @@ from typing import Any
 from .actions import ACTION_SPACE_VERSION, Action, Evict, Keep, Quantize
 from .agree import Stance
 from .audit import AuditLog
-from .backend.capabilities import BackendProfile
+from .backend.capabilities import OWN_PACKED_ATTENTION, BackendProfile
 from .backend.feasibility import Reason
 from .policy import (
     Candidate,
@@ -187,7 +187,8 @@ class Decider:
         return decision
 
     def _candidates(self, state: State, backend: BackendProfile) -> tuple[Candidate, ...]:
-        profile = self.profile
+        # How rows are read decides how long a step takes over them.
+        profile = self.profile.where_served if backend.has(OWN_PACKED_ATTENTION) else self.profile
         found = weigh(state, candidates_for(state, profile), backend, profile)
         feasible = [c.action for c in found if c.feasible and isinstance(c.action, Quantize)]
         plans = plans_for(state, profile, feasible, _best_scorer(found))

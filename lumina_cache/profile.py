@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .actions import Quantize, parse_action
+from .backend.capabilities import OWN_PACKED_ATTENTION
 from .codecs import Layout
 from .errors import ProfileFormatError
 
@@ -113,11 +114,22 @@ class Profile:
     step_seconds: float | None = None  #: of one dense decode step at 1,024 rows
     prompt_seconds: float | None = None  #: of one token of a prompt's chunk over dense rows, at 1,024 rows
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    serves: bool = (
+        False  #: whether attention reads codes of our own layouts, or they are decoded at every fetch
+    )
 
     @cached_property
     def by_layout(self) -> Mapping[Layout, CodecFigure]:
-        """Figures by how rows are stored."""
-        return {layout: one for one in self.codecs if (layout := one.action.layout) is not None}
+        """Figures by how rows are stored; of codecs that store alike, that of the one read as ``serves`` says."""
+        order = sorted(
+            self.codecs, key=lambda one: (OWN_PACKED_ATTENTION in one.action.requires) == self.serves
+        )
+        return {layout: one for one in order if (layout := one.action.layout) is not None}
+
+    @cached_property
+    def where_served(self) -> Profile:
+        """The same figures where attention reads codes of our own layouts."""
+        return self if self.serves else replace(self, serves=True)
 
     def for_groups_of(self, group_size: int) -> Profile:
         """The same figures for a model whose head dims need smaller groups; smaller groups lose less, so they are bounds."""
@@ -131,7 +143,11 @@ class Profile:
 
     def codec(self, action: Quantize) -> CodecFigure | None:
         """The figure of exactly this codec, bits, group and residual window."""
-        return next((one for one in self.codecs if one.action == action), None)
+        return self._by_action.get(action)
+
+    @cached_property
+    def _by_action(self) -> Mapping[Quantize, CodecFigure]:
+        return {one.action: one for one in self.codecs}
 
     def evictor(self, scorer: str) -> EvictionFigure | None:
         return next((one for one in self.evictors if one.scorer == scorer), None)

@@ -87,6 +87,37 @@ def test_within_a_prompt_a_codec_that_slows_its_chunks_gives_way() -> None:
         assert decision.action == best
 
 
+def served() -> Profile:
+    """Two codecs that store alike: one is decoded at every fetch, the other is read by attention as it is."""
+    decoded, packed = (
+        parse_action(f"quant:{name},bits=8,group=64") for name in ("hadamard", "hadamard_packed")
+    )
+    assert isinstance(decoded, Quantize)
+    assert isinstance(packed, Quantize)
+    one = replace(FIGURES.codecs[0], action=decoded, times=((1024, 2.0),))
+    return replace(FIGURES, codecs=(one, replace(one, action=packed, times=((1024, 0.9),))))
+
+
+def test_codecs_that_store_alike_have_the_times_of_the_way_they_are_read() -> None:
+    profile = served()
+    _, candidates = decide(NEXT // 2, profile=profile)
+    ratios = {
+        name: candidates[f"quant:{name},bits=8,group=64"].inputs.time_ratio
+        for name in ("hadamard", "hadamard_packed")
+    }
+    assert ratios == {"hadamard": 2.0, "hadamard_packed": 0.9}
+
+
+def test_rows_that_are_stored_already_take_the_time_of_how_this_backend_reads_them() -> None:
+    profile = served()
+    layout = profile.codecs[0].action.layout
+    assert layout is not None
+    each = tuple(replace(one, layout=layout, tail=0, tail_capacity=layout.tail_capacity) for one in LAYERS)
+    for figures, ratio in ((profile, 2.0), (profile.where_served, 0.9)):
+        _, candidates = decide(10**9, each=each, profile=figures)
+        assert candidates["keep"].inputs.time_ratio == ratio
+
+
 def test_what_is_still_expected_of_a_prompt_is_what_was_seen_of_it() -> None:
     assert state_of(LAYERS, None, tokens=1).prompt_tokens == 0
     assert state_of(LAYERS, None, tokens=128).prompt_tokens == 1024

@@ -552,7 +552,7 @@ def test_time_comes_from_a_profile_of_this_model_only_and_else_is_unknown() -> N
     borrowed = default_profile().for_groups_of(32)
     own = replace(borrowed, borrowed=False)
     text = "quant:affine,bits=4,group=32"
-    figure = own.by_layout[parse_action(text).layout]
+    figure = own.codec(parse_action(text))
     assert Simulator(bench(), profile=own).simulate(text).measured.time_ratio == figure.time_at(CONTEXT)
     assert Simulator(bench(), profile=borrowed).simulate(text).measured.time_ratio is None
     assert Simulator(bench(), profile=own).simulate("evict:random@0.50").measured.time_ratio is None

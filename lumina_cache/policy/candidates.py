@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
+from types import MappingProxyType
 
 from ..actions import DEFAULT_SINKS, Action, Composite, Evict, Keep, Plan, Quantize, Reclaim, singles
 from ..allocate import Option, allocate, lower_hull
@@ -595,7 +596,13 @@ class _Weighing:
         layers, peak = parts_carried_out(held, (first, *rest), protect)
         after = tuple(Group(one, g.weight) for one, g in zip(layers, self.groups, strict=True))
         lost = lost_by(self.groups, layers, self.profile)
-        return self._leaving(after, lost, peak, before, chosen_from)
+        return self._leaving(after, lost, peak, before, chosen_from, self._own(action))
+
+    def _own(self, action: Action) -> dict[Layout, CodecFigure]:
+        """Figures of the codecs that ``action`` names."""
+        codecs = (part for part in singles(action) if isinstance(part, Quantize))
+        figures = (figure for part in codecs if (figure := self.profile.codec(part)) is not None)
+        return {layout: one for one in figures if (layout := one.action.layout) is not None}
 
     def _leaving(
         self,
@@ -604,11 +611,12 @@ class _Weighing:
         peak: int,
         before: int = 0,
         chosen_from: tuple[Held, ...] = (),
+        own: Mapping[Layout, CodecFigure] = MappingProxyType({}),
     ) -> _After:
         nbytes = nbytes_allocated(next_layers((g.held for g in after), self.state.tokens))
         so_far = self.state.lost
         lost = None if lost is None or so_far is None else (lost[0] + so_far[0], lost[1] + so_far[1])
-        return _After(stored(after, self.profile, lost), lost, nbytes, peak, before, chosen_from)
+        return _After(stored(after, self.profile, lost, own), lost, nbytes, peak, before, chosen_from)
 
 
 def _storage(part: Action) -> object:

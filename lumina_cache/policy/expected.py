@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ..actions import Action, Evict, Offload, Plan, Quantize, Reclaim
+from ..codecs import Layout
 from ..estimate import LANE_KINDS, Held
-from ..profile import Profile
+from ..profile import CodecFigure, Profile
 from .values import Group
 
 __all__ = ["Expected", "Lost", "Stored", "evicted", "lost_by", "own_seconds", "stored"]
@@ -61,10 +63,19 @@ def _is_ours(held: Held) -> bool:
     return held.rows > 0 and (held.kind == "kv" or held.kind in LANE_KINDS)
 
 
-def stored(groups: Sequence[Group], profile: Profile, lost: Lost | None = (0.0, 0.0)) -> Stored:
+def stored(
+    groups: Sequence[Group],
+    profile: Profile,
+    lost: Lost | None = (0.0, 0.0),
+    own: Mapping[Layout, CodecFigure] = MappingProxyType({}),
+) -> Stored:
     """What storing layers like this costs, apart from missing rows.
 
     ``KL = lost + Σ weight·KL(codec) / layers``: the damages of the layers' codecs add up, weighted by their sensitivity.
+
+    Args:
+        own: figures of the very codecs that the action names, which may be read in another way than others that store
+            rows alike.
     """
     ours = [g for g in groups if _is_ours(g.held)]
     total = sum(g.held.count for g in ours)
@@ -88,7 +99,7 @@ def stored(groups: Sequence[Group], profile: Profile, lost: Lost | None = (0.0, 
         ratio: float | None = 1.0
         chunk: float | None = 1.0
         if not one.layout.dense:
-            figure = profile.by_layout.get(one.layout)
+            figure = own.get(one.layout) or profile.by_layout.get(one.layout)
             if figure is None:
                 return Stored(Expected(None, None, None, f"no figure for {one.layout}"), kept)
             source, ratio, chunk = (

@@ -142,9 +142,9 @@ class Simulator:
         return nbytes_live(after_action([held(layer) for layer in self._forward.full], action))
 
     def _time(self, action: Action) -> float | None:
-        if self._profile is None or not isinstance(action, Quantize) or action.layout is None:
+        if self._profile is None or not isinstance(action, Quantize):
             return None
-        figure = self._profile.by_layout.get(action.layout)
+        figure = self._profile.codec(action)
         return None if figure is None else figure.time_at(self._bench.document.context)
 
     # -- what is left of each layer ---------------------------------------------------------------------------------
