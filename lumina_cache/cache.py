@@ -12,7 +12,7 @@ from typing import Any, Protocol, SupportsIndex, overload
 import mlx.core as mx
 from mlx_lm.models import cache as stock
 
-from .actions import Action, parse_action
+from .actions import Action, Plan, parse_action
 from .agree import Agreement, agreement
 from .apply import Applied, Footprint, held_all, opaque_nbytes
 from .audit import AuditLog
@@ -275,6 +275,18 @@ class LuminaCache(list[Any]):
             EngagementError: the action ran, but rows or bytes are not those asked for.
         """
         return self._control.apply(parse_action(action) if isinstance(action, str) else action)
+
+    def spread(self, action: Action | str) -> Plan:
+        """``action``, an eviction by attention, as a plan that gives each layer the rows it needs: in all no more bytes.
+
+        Nothing is changed; hand the plan to :meth:`apply`. See :mod:`lumina_cache.spread` for what is minimised.
+
+        Raises:
+            ActionSyntaxError: the text cannot be read.
+            ActionInfeasibleError: it cannot be executed, is not one eviction with codecs after it at most, or its scorer's
+                scores are not shares of attention.
+        """
+        return self._control.spread(parse_action(action) if isinstance(action, str) else action)
 
     def protect(self, *positions: range) -> None:
         """Keep the rows of these positions from eviction, from now on, beside those protected already.

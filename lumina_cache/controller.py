@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from ._version import __version__
-from .actions import DEFAULT_SINKS, Action, Evict, Keep, Quantize, evicts, singles
+from .actions import DEFAULT_SINKS, Action, Evict, Keep, Plan, Quantize, evicts, singles
 from .agree import Agreement, Stance
 from .apply import Applied, Footprint, execute, first_guarded, held_all, why_not_protected
 from .audit import AuditLog
@@ -47,6 +47,7 @@ from .profile import Profile
 from .profile_home import profile_for
 from .reach import Reach
 from .rows import Pinned
+from .spread import losses_of_layers, spread
 from .standing import StandingPlan, only
 from .steps import StepTracker
 from .suspend import Suspended, suspend
@@ -356,6 +357,22 @@ class Controller:
         self._settle(steps)
         self._require_feasible(steps, action)
         return self._execute(steps, action, "caller", None)
+
+    def spread(self, action: Action) -> Plan:
+        """``action`` with rows for each layer by what its scorer says of them now; nothing is changed.
+
+        Raises:
+            ActionInfeasibleError: with every reason.
+        """
+        steps = self.trackers[0]
+        if self._acting or not steps.at_boundary:
+            raise ActionInfeasibleError(
+                f"{action}: rows are spread over layers between two steps, not inside one"
+            )
+        self.resume()
+        self._settle(steps)
+        self._require_feasible(steps, action)
+        return spread(action, losses_of_layers(self._objects(steps), action, self.protect))
 
     def check_plan(self) -> None:
         """Refuse a plan that can never be carried out, before the first token.

@@ -19,7 +19,7 @@ from .scorers.banked import BANKED
 from .scorers.observed import OBSERVED
 from .seen import UNHOOKED
 
-__all__ = ["Pinned", "evict", "scorer_of", "why_unforeseen", "why_unseen", "would_lose"]
+__all__ = ["Pinned", "evict", "scorer_of", "scores_of", "why_unforeseen", "why_unseen", "would_lose"]
 
 
 def scorer_of(action: Evict) -> Scorer:
@@ -103,7 +103,7 @@ def _chosen(layer: KVCache, action: Evict, kept: int, pinned: Pinned) -> tuple[n
     block, head, tail = store.layout.block, store.head, store.tail
     guarded = guarded_rows(action.sinks, pinned, int(layer.offset) - tail, block, head)
     kept_tail, kept_sealed = split_kept(max(0, kept - head), layer.rows - head, tail, block, guarded)
-    scores, positions = _scores(layer, action)
+    scores, positions = scores_of(layer, action)
     stay = protected_rows(positions, action.sinks, action.recent, pinned)
     sealed = layer.rows - tail
     # As sealed rows are kept in whole blocks, a block that is protected in part stays whole if there is room for it.
@@ -117,8 +117,8 @@ def _chosen(layer: KVCache, action: Evict, kept: int, pinned: Pinned) -> tuple[n
     return _as_index(blocks), _as_index(in_tail)
 
 
-def _scores(layer: KVCache, action: Evict) -> tuple[mx.array, mx.array]:
-    """The scorer's ranking of all rows, and their positions."""
+def scores_of(layer: KVCache, action: Evict) -> tuple[mx.array, mx.array]:
+    """The scorer's ranking of all rows, and their positions: (B, H, T) each, or (1, 1, T) where all heads keep the same."""
     store = layer.own_store()
     if action.scorer in OBSERVED:
         assert layer.seen is not None, "execute() looks before it acts"

@@ -50,7 +50,7 @@ def read_trial(text: str, execution: str, role: str | None = None) -> Trial:
         own = "reference" if is_reference(subject) else "placebo" if is_placebo(subject) else None
     _check_role(subject.text, own, role)
     if isinstance(subject, OwnAction):
-        rung, requires = int(subject.action.rung), needs(subject.action.requires)
+        rung, requires = int(subject.action.rung), needs(subject.requires)
     else:
         rung, requires = int(subject.rung or Rung.NATIVE), ()
     return Trial(execution, subject.text, role or own or "candidate", rung, requires)

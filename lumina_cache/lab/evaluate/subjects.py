@@ -3,6 +3,7 @@
 Every subject gets the same full cache, as the prompt left it, and gives back a changed copy of it. Text forms are those
 of actions, and for the others::
 
+    spread:evict:h2o_mean@0.25      the eviction with rows for each layer by the attention in it, see ``LuminaCache.spread``
     mlx-lm:kv_bits=4,group=64       mlx-lm's own conversion, as its ``kv_bits`` option does it
     mlx-lm:max_kv_size=50%          mlx-lm's own eviction, its rotating cache, with a share of the rows held, or as many
     mlx-turboquant:bits=4,group=64  the package mlx-turboquant, if it is installed
@@ -23,7 +24,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 
 from ...actions import Action, Evict, parse_action, singles
-from ...backend.capabilities import DISK_TIER, Rung
+from ...backend.capabilities import DISK_TIER, RAGGED_LAYERS, Capability, Rung
 from ...cache import LuminaCache
 from ...errors import ActionInfeasibleError, ActionSyntaxError, EngagementError
 from ...scorers.observed import OBSERVED
@@ -34,6 +35,7 @@ __all__ = [
     "OwnAction",
     "Reasons",
     "Refused",
+    "Spread",
     "Subject",
     "Taken",
     "is_placebo",
@@ -41,6 +43,8 @@ __all__ = [
     "parse_subject",
     "parse_subjects",
 ]
+
+SPREAD = "spread"
 
 Reasons = tuple[Mapping[str, Any], ...]
 
@@ -134,18 +138,27 @@ class OwnAction(_Plain):
         return str(self.action)
 
     @property
+    def requires(self) -> frozenset[Capability]:
+        """Capabilities that a backend must have for it."""
+        return self.action.requires
+
+    @property
     def needs_disk(self) -> bool:
-        return DISK_TIER in self.action.requires
+        return DISK_TIER in self.requires
 
     @property
     def observes(self) -> tuple[str, ...]:
         evictions = (part for part in singles(self.action) if isinstance(part, Evict))
         return tuple(part.scorer for part in evictions if part.scorer in OBSERVED)
 
+    def _on(self, fork: LuminaCache) -> Action:
+        """What is carried out on ``fork``."""
+        return self.action
+
     def take(self, full: LuminaCache, model: Any) -> Taken:
         fork = detached_copy(full)
         try:
-            applied = fork.apply(self.action)
+            applied = fork.apply(self._on(fork))
         except ActionInfeasibleError as error:
             reasons = _reasons(fork, error)  # before closing writes another record
             fork.close()
@@ -163,6 +176,22 @@ class OwnAction(_Plain):
             applied.predicted_live,
             applied.predicted_allocated,
         )
+
+
+@dataclass(frozen=True)
+class Spread(OwnAction):
+    """An eviction whose rows are handed out over the layers by what each of them attends to."""
+
+    @property
+    def text(self) -> str:
+        return f"{SPREAD}:{self.action}"
+
+    @property
+    def requires(self) -> frozenset[Capability]:
+        return self.action.requires | {RAGGED_LAYERS}
+
+    def _on(self, fork: LuminaCache) -> Action:
+        return fork.spread(self.action)
 
 
 def _reasons(cache: LuminaCache, error: ActionInfeasibleError) -> Reasons:
@@ -371,6 +400,8 @@ def parse_subject(text: str) -> Subject:
         ActionSyntaxError: naming the part that was not understood.
     """
     name, colon, settings = text.strip().partition(":")
+    if name == SPREAD:
+        return Spread(parse_action(settings))
     if name not in _SETTINGS:
         return OwnAction(parse_action(text))
     known = _SETTINGS[name]

@@ -56,6 +56,8 @@ class BankedScorer(ABC):
     copies: ClassVar[float] = 0.0
     #: Bytes that it makes besides, whatever the number of rows.
     scratch: ClassVar[int] = 0
+    #: Whether scores are amounts of attention: not negative, so that sums and shares of them mean something.
+    in_amounts: ClassVar[bool] = True
 
     @abstractmethod
     def scores(self, known: Foreseen, keys: mx.array, values: mx.array, offset: int) -> mx.array:

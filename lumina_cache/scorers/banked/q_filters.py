@@ -34,5 +34,7 @@ class QFilters(BankedScorer):
     )
     copies: ClassVar[float] = 0.0
 
+    in_amounts: ClassVar[bool] = False
+
     def scores(self, known: Foreseen, keys: mx.array, values: mx.array, offset: int) -> mx.array:
         return (keys.astype(mx.float32) @ known.statistics.filters[None, :, :, None])[..., 0]

@@ -107,6 +107,8 @@ class ObservedScorer(ABC):
     reads_keys: ClassVar[bool] = True
     #: Whether queries are taken back to where they were before they were rotated: calls must say how they were.
     needs_rotation: ClassVar[bool] = False
+    #: Whether scores are amounts of attention: not negative, so that sums and shares of them mean something.
+    in_amounts: ClassVar[bool] = True
 
     def update(self, stats: Statistics | None, seen: Attended) -> Statistics:
         """The statistics with one attention call added; a pure function, and lazy: nothing is evaluated.

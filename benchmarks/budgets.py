@@ -1,0 +1,525 @@
+"""A budget against hindsight: the adaptive policy, the best single action afterwards, and mlx-lm's own options.
+
+    python benchmarks/budgets.py --out budgets.json [--domains prose code dialogue] [--context 4096] [--quick]
+    python benchmarks/budgets.py --result budgets.json [--page docs/budgets.md]
+
+For one document of each domain, with passages to copy and pairs to look up planted in its context:
+
+- *adaptive*: ``LuminaCache(model, budget=…)`` reads the context in chunks and holds the budget from its first row on;
+- *fixed*: one action on the cache that holds the whole context, solved for the same bytes after the scored tokens. It has
+  seen everything before it drops anything, and had the memory for it: what it scores is out of reach for a cache that
+  must keep to the budget all along. The *oracle* is the best of them by measured score, chosen afterwards;
+- *mlx-lm*: its packed and its rotating cache, on the same terms as *fixed*.
+
+Then 128 tokens are teacher-forced, passages copied, pairs looked up, and decode steps timed beside the full cache's. The
+score is that of the policy, from measured figures: Q of the KL; T of (processor seconds of the prompt, and of the action,
+and 256 decode steps at the measured ratio) over the same of the dense cache; R = 100 where more than the budget is held.
+
+The budget is a share of what the dense cache takes here, in float32: half of it is the whole of a 16-bit cache. Run again
+with the same ``--out``, it goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lumina_cache.lab.blas import preload_openblas
+
+preload_openblas()
+
+import mlx.core as mx  # noqa: E402
+from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
+
+from lumina_cache import LuminaCache  # noqa: E402
+from lumina_cache.actions import Action, Composite, Evict, Quantize, parse_action  # noqa: E402
+from lumina_cache.apply import held_all  # noqa: E402
+from lumina_cache.backend.capabilities import Rung  # noqa: E402
+from lumina_cache.estimate import merge_equal, nbytes_allocated  # noqa: E402
+from lumina_cache.lab.answer import detached_copy  # noqa: E402
+from lumina_cache.lab.compare import kl_and_agreement, percentile  # noqa: E402
+from lumina_cache.lab.evaluate.documents import DOMAINS, EvalDocument, select  # noqa: E402
+from lumina_cache.lab.evaluate.measure import Bench, hits, log_probabilities, nll, read_prompt  # noqa: E402
+from lumina_cache.lab.evaluate.plan import Plan  # noqa: E402
+from lumina_cache.lab.evaluate.provenance import conditions, provenance  # noqa: E402
+from lumina_cache.lab.evaluate.storage import stored  # noqa: E402
+from lumina_cache.lab.evaluate.subjects import (  # noqa: E402
+    OwnAction,
+    Refused,
+    StockQuantized,
+    StockRotating,
+    Subject,
+)
+from lumina_cache.lab.evaluate.tasks import planted  # noqa: E402
+from lumina_cache.lab.models import LoadedModel, load_model  # noqa: E402
+from lumina_cache.policy import Inputs, Limit, State, score  # noqa: E402
+from lumina_cache.policy.candidates import rows_that_fit  # noqa: E402
+from lumina_cache.profile import default_profile  # noqa: E402
+
+SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
+CONTEXT, CHUNK, HORIZON = 4096, 256, 256
+RUNGS = (Rung.CACHE, Rung.HOOK)
+
+CODECS = (
+    "quant:affine,bits=8,group=64",
+    "quant:affine_fetch,bits=8,group=64",
+    "quant:affine_fetch,kbits=8,vbits=4,group=64",
+    "quant:kivi_hadamard,bits=4,group=64",
+    "quant:kivi_hadamard,kbits=4,vbits=3,group=64",
+    "quant:hadamard,bits=4,group=64",
+    "quant:affine,bits=4,group=64",
+    "quant:kivi_hadamard,bits=3,group=64",
+)
+#: Those that evictions are joined with, where they do not fit by themselves.
+JOINED = (
+    "quant:affine_fetch,kbits=8,vbits=4,group=64",
+    "quant:kivi_hadamard,kbits=4,vbits=3,group=64",
+    "quant:hadamard,bits=4,group=64",
+)
+SCORERS = {
+    Rung.CACHE: ("sinks_window", "keydiff", "query_bank"),
+    Rung.HOOK: ("h2o_mean", "expected_attention"),
+}
+#: At rung hook: served by the library's own attention, and otherwise what the same codec at rung cache is.
+SERVED = ("quant:kivi_hadamard_packed,bits=4,group=64", "quant:hadamard_packed,bits=4,group=64")
+STOCK_BITS = (8, 6, 4)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """An action solved for a budget, and the family that it stands for at every budget."""
+
+    family: str
+    subject: Subject
+    rung: Rung
+
+
+def codec(text: str) -> Quantize:
+    action = parse_action(text)
+    assert isinstance(action, Quantize)
+    return action
+
+
+def solved(state: State, rung: Rung) -> Iterator[Fixed]:
+    """What holds the limit of ``state`` by one action of the grid."""
+    limit = state.limit.nbytes
+    assert limit is not None
+    held = max(one.rows for one in state.layers)
+    fits = {text: rows_that_fit(state, limit, codec(text)) >= held for text in (*CODECS, *SERVED)}
+    if rows_that_fit(state, limit, None) >= held:
+        yield Fixed("keep", OwnAction(parse_action("keep")), rung)
+    # With room for everything only what is fastest, or least harmful, is of interest.
+    codecs = (
+        SERVED if rung is Rung.HOOK else CODECS[:2] if limit >= nbytes_allocated(state.layers) else CODECS
+    )
+    for text in codecs:
+        if fits[text]:
+            yield Fixed(text, OwnAction(codec(text)), rung)
+    for joined in (None, *(text for text in JOINED if not fits[text])):
+        rows = rows_that_fit(state, limit, None if joined is None else codec(joined))
+        if not 0 < rows < held:
+            continue
+        for scorer in SCORERS[rung]:
+            figure = default_profile().evictor(scorer)
+            recent = min(32 if figure is None else figure.recent, rows // 2)
+            action: Action = Evict(scorer, rows=rows, recent=recent)
+            if joined is not None:
+                action = Composite((action, codec(joined)))
+            family = f"evict:{scorer}" + ("" if joined is None else f"+{joined}")
+            yield Fixed(family, OwnAction(action), rung)
+
+
+def stock(state: State) -> Iterator[Fixed]:
+    """What mlx-lm's own options hold within the limit of ``state``."""
+    limit, held = state.limit.nbytes, max(one.rows for one in state.layers)
+    assert limit is not None
+    dense = nbytes_allocated([replace(one, capacity=one.rows) for one in state.layers])
+    for bits in STOCK_BITS:
+        # (b + 32/g) bits per element, in steps of 256 rows
+        rows = -(-(held + state.tokens) // 256) * 256
+        if dense / held * rows * (bits + 64 / 64) / (8 * state.layers[0].itemsize) <= limit:
+            yield Fixed(f"mlx-lm:kv_bits={bits}", StockQuantized(bits, 64), Rung.NATIVE)
+    rows = int(limit * held / dense)
+    if rows < held:
+        yield Fixed("mlx-lm:max_kv_size", StockRotating(rows=rows), Rung.NATIVE)
+
+
+class Trial(Bench):
+    """One document whose context has everything planted in it, so that one prompt serves all questions."""
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, document: EvalDocument, index: int, settings: Plan) -> Trial:
+        asks = planted(document, loaded.tokenizer, settings, index)
+        filled = replace(document, tokens=(*asks.context, *document.tokens[document.context :]))
+        observe = tuple(SCORERS[Rung.HOOK])
+        trial = cls(
+            loaded.model,
+            loaded.tokenizer,
+            filled,
+            replace(settings, tests=("T1",)),
+            index,
+            rungs=RUNGS,
+            observe=observe,
+        )
+        trial.asks = asks
+        trial.copied = [trial._copy(trial.full, one) for one in asks.copies]
+        trial.looked_up = [trial._lookup(trial.full, one) for one in asks.lookups]
+        return trial
+
+    def dense_prompt(self) -> tuple[float, int]:
+        """Processor seconds of reading the context with mlx-lm's own cache, and the peak of memory over before."""
+        with watched() as seen:
+            read_prompt(self.model, make_prompt_cache(self.model), self.task.context, self.plan.chunk)
+        return seen["seconds"], seen["peak"]
+
+    def own_figures(self) -> dict[str, Any]:
+        """The full cache's own answers."""
+        right = [c == q.answer for c, q in zip(self.looked_up, self.asks.lookups, strict=True)]
+        return {
+            "T1": self.reference["T1"],
+            "copy_accuracy": statistics.fmean(map(hits, self.copied, (c.expected for c in self.asks.copies))),
+            "lookup_accuracy": statistics.fmean(right) if right else None,
+        }
+
+    def state(self, limit: int) -> State:
+        """The full cache, about to take as many tokens as are scored."""
+        each = held_all(self.full)
+        return State("decode", self.plan.scored, merge_equal(each), limit, Limit(limit, "the budget"), each)
+
+    def asked(self, cache: Any) -> dict[str, Any]:
+        """Copying and lookup."""
+        copies = self._copies(cache)
+        found = {"copy_kl": copies["kl_mean"], "copy_accuracy": copies["accuracy"]}
+        if self.asks.lookups:
+            found["lookup_accuracy"] = self._lookups(cache)["accuracy"]
+        return found
+
+    def answers(self, cache: Any, budget: int, *, one_by_one: bool) -> dict[str, Any]:
+        """Everything that is asked of a changed cache, and what it holds afterwards. ``cache`` is fed.
+
+        Args:
+            one_by_one: feed the continuation as decoding would, for a cache that acts as it goes.
+        """
+        found: dict[str, Any] = {"time": self._time(cache)}
+        block = 1 if one_by_one else self.plan.block
+        fed, expected = self.task.fed, self.task.expected
+        tried = log_probabilities(self.model, cache, fed, block, split=self.split)
+        kl, same = kl_and_agreement(self.continued, tried)
+        found["T1"] = {
+            "kl_mean": float(kl.mean()),
+            "kl_p95": percentile(kl, 0.95),
+            "top1": float(same.mean()),
+            "nll_change": nll(tried, expected) - self.reference["T1"]["nll"],
+        }
+        found["nbytes"] = stored(cache).allocated
+        found["over"] = found["nbytes"] > budget
+        return found
+
+    def step_seconds(self) -> float:
+        """Processor seconds of a decode step of the full cache (median)."""
+        own = detached_copy(self.full)
+        spent = []
+        for token in self.task.fed[: self.plan.timed_steps]:
+            start = time.process_time()
+            mx.eval(self.model(mx.array([[token]]), cache=own)[:, -1])
+            spent.append(time.process_time() - start)
+        own.close()
+        return statistics.median(spent)
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, Any]]:
+    """Processor seconds, and the peak of memory over what was there before (bytes)."""
+    seen: dict[str, Any] = {}
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    start = time.process_time()
+    yield seen
+    seen["seconds"] = time.process_time() - start
+    seen["peak"] = mx.get_peak_memory() - before
+
+
+def scored(figures: Mapping[str, Any], dense_prompt: float, step: float) -> dict[str, float]:
+    """Score of measured figures. T: the prompt, what was done, and the horizon's steps."""
+    prompt = figures.get("prompt_seconds", dense_prompt) + figures.get("action_seconds", 0.0)
+    t = prompt + HORIZON * step * figures["time"]["ratio"]
+    inputs = Inputs(
+        nbytes_next=1 + figures["over"],
+        nbytes_peak=0,
+        limit=1,
+        memory=None,
+        kl=figures["T1"]["kl_mean"],
+        p95=figures["T1"]["kl_p95"],
+        lost_kl=None,
+        lost_p95=None,
+        source="measured",
+        # One step that takes as long as all of it, over one of the dense cache's.
+        time_ratio=t / (dense_prompt + HORIZON * step),
+        step_seconds=dense_prompt + HORIZON * step,
+        own_seconds=0.0,
+    )
+    return dict(score(inputs).to_record())
+
+
+def adaptive(trial: Trial, budget: int, rung: Rung) -> dict[str, Any]:
+    """The budget held from the first row on."""
+    start = time.perf_counter()
+    most, over = 0, 0
+    with LuminaCache(trial.model, budget=budget, telemetry=False, rung=rung) as cache:
+        tokens, chunk = trial.task.context, trial.plan.chunk
+        with watched() as seen:
+            for i in range(0, len(tokens), chunk):
+                trial.model(mx.array(tokens[i : i + chunk])[None], cache=cache)
+                mx.eval([entry.state for entry in cache])
+                held = cache.observe().nbytes_allocated
+                most, over = max(most, held), over + (held > budget)
+        record = {
+            "prompt_seconds": seen["seconds"],
+            "peak": seen["peak"],
+            "held_most": most,
+            "chunks_over": over,
+            "asked": trial.asked(cache),
+            **trial.answers(cache, budget, one_by_one=True),
+        }
+        decisions = [r for r in cache.log.records if r["event"] == "decision"]
+        record["actions"] = [r["chosen"] for r in decisions if r["chosen"] != "keep"]
+        record["decisions"] = len(decisions)
+        record["decision_seconds"] = sum(r["seconds"] for r in decisions)
+        record["rows"] = max(one.rows for one in cache.observe().layers)
+    record["run_seconds"] = time.perf_counter() - start
+    return record
+
+
+@contextmanager
+def changed(trial: Trial, one: Fixed) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """A copy of the full cache with the action taken, and what taking it took.
+
+    Raises:
+        Refused: it cannot be carried out.
+    """
+    full = trial._at(one.rung if one.rung in RUNGS else Rung.CACHE, False)
+    with watched() as seen:
+        taken = one.subject.take(full, trial.model)
+    try:
+        yield (
+            taken.cache,
+            {"action": one.subject.text, "action_seconds": seen["seconds"], "peak": seen["peak"]},
+        )
+    finally:
+        if isinstance(taken.cache, LuminaCache):
+            taken.cache.close()
+
+
+def fixed(trial: Trial, budget: int, one: Fixed) -> dict[str, Any]:
+    """One action on a copy of the full cache."""
+    with changed(trial, one) as (cache, figures):
+        return {**figures, **trial.answers(cache, budget, one_by_one=False)}
+
+
+def asked_of(trial: Trial, one: Fixed) -> dict[str, Any]:
+    """What it still copies and looks up; asked of those alone that turned out best."""
+    with changed(trial, one) as (cache, figures):
+        return {"action": figures["action"], "asked": trial.asked(cache)}
+
+
+# -- all of it ------------------------------------------------------------------------------------------------------
+
+
+def run(
+    loaded: LoadedModel, documents: Sequence[EvalDocument], settings: Plan, out: Path
+) -> list[dict[str, Any]]:
+    """Measure what is not in the file yet, a line for each."""
+    unfinished = out.with_name(out.name + ".partial")
+    header = {"conditions": conditions(loaded), "settings": settings.to_record(), "shares": list(SHARES)}
+    records = _known(unfinished, header)
+    done = {(r["document"], r["share"], r["rung"], r["what"], r["family"]) for r in records}
+    with unfinished.open("a") as file:
+
+        def add(record: dict[str, Any]) -> None:
+            records.append(record)
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            score_total = record.get("score", {}).get("total")
+            print(
+                f"{record['document']} {record['share']} {record['rung']} {record['what']} {record['family']} "
+                f"{'' if score_total is None else round(score_total, 2)}",
+                flush=True,
+            )
+
+        if not records:
+            file.write(json.dumps(header) + "\n")
+        for index, document in enumerate(documents):
+            _one(loaded, document, index, settings, done, records, add)
+    return records
+
+
+def _known(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    first, *lines = path.read_text().splitlines()
+    if json.loads(first) != json.loads(json.dumps(header)):
+        raise SystemExit(f"{path} was made under other conditions: give another --out, or remove it")
+    return [json.loads(line) for line in lines]
+
+
+def _what(one: Fixed) -> str:
+    return "mlx-lm" if one.rung is Rung.NATIVE else "fixed"
+
+
+def _chosen(records: Sequence[Mapping[str, Any]], document: str, share: float, one: Fixed) -> bool:
+    """Whether it is the best of its budget: of mlx-lm's, at rung cache, or at rung hook."""
+    rows = [r for r in rows_of(records) if r["document"] == document and r["share"] == share]
+    best = [r[who] for r in rows for who in ("oracle", "mlx-lm") if r[who] is not None]
+    return any(b["family"] == one.family and b["rung"] == one.rung.name.lower() for b in best)
+
+
+def _one(
+    loaded: LoadedModel,
+    document: EvalDocument,
+    index: int,
+    settings: Plan,
+    done: set[tuple[Any, ...]],
+    records: Sequence[Mapping[str, Any]],
+    add: Callable[[dict[str, Any]], None],
+) -> None:
+    trial = Trial.of(loaded, document, index, settings)
+    base = {"document": document.name, "domain": document.domain}
+    prompt, peak = trial.dense_prompt()
+    full = trial.state(1 << 60)
+    nbytes = nbytes_allocated([replace(one, capacity=one.rows + settings.scored) for one in full.layers])
+    own = {**trial.own_figures(), "prompt_seconds": prompt, "peak": peak, "nbytes": nbytes}
+    if (document.name, 1.0, "native", "full", "") not in done:
+        add({**base, "share": 1.0, "rung": "native", "what": "full", "family": "", **own})
+    step = trial.step_seconds()
+
+    def take(share: float, rung: Rung, what: str, family: str, measure: Callable[[], dict[str, Any]]) -> None:
+        if (document.name, share, rung.name.lower(), what, family) in done:
+            return
+        record = {**base, "share": share, "rung": rung.name.lower(), "what": what, "family": family}
+        try:
+            found = measure()
+        except Refused as refusal:
+            add({**record, "state": "backend_infeasible", "reasons": [dict(r) for r in refusal.reasons]})
+            return
+        if "T1" in found:
+            found["score"] = scored(found, prompt, step)
+        add({**record, "state": "real", **found})
+
+    for share in SHARES:
+        budget = int(share * nbytes)
+        for rung in RUNGS:
+            take(share, rung, "adaptive", "", partial(adaptive, trial, budget, rung))
+        state = trial.state(budget)
+        grid = [*stock(state), *(one for rung in RUNGS for one in solved(state, rung))]
+        for one in grid:
+            take(share, one.rung, _what(one), one.family, partial(fixed, trial, budget, one))
+        for one in grid:
+            if _chosen(records, document.name, share, one):
+                take(share, one.rung, "asked", one.family, partial(asked_of, trial, one))
+    trial.close()
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def _best(records: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    within = [r for r in records if r.get("state") == "real" and r["score"]["total"] is not None]
+    return max(within, key=lambda r: r["score"]["total"], default=None)
+
+
+def rows_of(records: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """For every document, budget and rung: adaptive, the best fixed action at that rung or a lower one, mlx-lm's best."""
+    for document in dict.fromkeys(r["document"] for r in records):
+        mine = [r for r in records if r["document"] == document]
+        for share in SHARES:
+            here = [r for r in mine if r["share"] == share]
+            for rung in RUNGS:
+                names = {"cache"} if rung is Rung.CACHE else {"cache", "hook"}
+                yield {
+                    "document": document,
+                    "share": share,
+                    "rung": rung.name.lower(),
+                    "adaptive": _best(
+                        r for r in here if r["what"] == "adaptive" and r["rung"] == rung.name.lower()
+                    ),
+                    "oracle": _best(r for r in here if r["what"] == "fixed" and r["rung"] in names),
+                    "mlx-lm": _best(r for r in here if r["what"] == "mlx-lm"),
+                }
+
+
+def families(records: Sequence[Mapping[str, Any]], rung: Rung) -> dict[str, float]:
+    """Mean score over documents and budgets of each family that ever ran; where it does not fit, R alone: -100."""
+    names = {"cache"} if rung is Rung.CACHE else {"cache", "hook"}
+    cells = [(d, s) for d in dict.fromkeys(r["document"] for r in records) for s in SHARES]
+    found: dict[str, float] = {}
+    fixed_ones = [r for r in records if r["what"] in ("fixed", "mlx-lm") and r.get("state") == "real"]
+    usable = [r for r in fixed_ones if r["what"] == "mlx-lm" or r["rung"] in names]
+    for family in dict.fromkeys(r["family"] for r in usable):
+        best = {(r["document"], r["share"]): r["score"]["total"] for r in usable if r["family"] == family}
+        # Where the rows fit as they are, a family of evictions keeps them all.
+        keeps = {(r["document"], r["share"]): r["score"]["total"] for r in usable if r["family"] == "keep"}
+        fallback = keeps if family.startswith(("evict", "mlx-lm:max")) else {}
+        found[family] = statistics.fmean(best.get(c, fallback.get(c, -100.0)) for c in cells)
+    own = [r for r in records if r["what"] == "adaptive" and r["rung"] == rung.name.lower()]
+    found["adaptive"] = statistics.fmean(r["score"]["total"] for r in own)
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("budgets.json"))
+    parser.add_argument("--domains", nargs="+", default=list(DOMAINS), choices=list(DOMAINS))
+    parser.add_argument("--context", type=int, default=CONTEXT)
+    parser.add_argument("--result", type=Path, nargs="+", help="show finished results; nothing is run")
+    parser.add_argument("--page", type=Path)
+    asked = parser.parse_args()
+    if asked.result is None:
+        loaded = load_model(None)
+        settings = Plan(contexts=((asked.context, 1),), tests=("T1", "T2", "T3"), chunk=CHUNK)
+        documents = [
+            one
+            for domain in asked.domains
+            for one in select(
+                loaded.tokenizer, asked.context, 1, settings.length(asked.context), domains=[domain]
+            )[0]
+        ]
+        records = run(loaded, documents, settings, asked.out)
+        header = {
+            "conditions": conditions(loaded),
+            "settings": settings.to_record(),
+            "provenance": provenance(),
+        }
+        asked.out.write_text(json.dumps({**header, "records": records}, indent=1) + "\n")
+    else:
+        records = [r for path in asked.result for r in json.loads(path.read_text())["records"]]
+    for row in rows_of(records):
+        print(
+            row["document"],
+            row["share"],
+            row["rung"],
+            *(f"{who}: {_short(row[who])}" for who in ("adaptive", "oracle", "mlx-lm")),
+            sep=" | ",
+        )
+    for rung in RUNGS:
+        print(rung.name, {k: round(v, 2) for k, v in families(records, rung).items()})
+
+
+def _short(record: Mapping[str, Any] | None) -> str:
+    if record is None:
+        return "none"
+    return f"{record['score']['total']:.2f} KL {record['T1']['kl_mean']:.4f} {record.get('action', record.get('actions'))}"
+
+
+if __name__ == "__main__":
+    main()
