@@ -117,7 +117,9 @@ def losses_of_layers(layers: Sequence[Any], action: Action, pinned: Pinned = ())
 
 
 #: Scorers whose scores are amounts of attention.
-_AMOUNTS = {name for name, scorer in {**OBSERVED, **BANKED}.items() if scorer.in_amounts}
+_AMOUNTS = {name for name, one in OBSERVED.items() if one.in_amounts} | {
+    name for name, one in BANKED.items() if one.in_amounts
+}
 
 
 def hand_out(layers: Sequence[Losses], rows: int, block: int) -> tuple[int, ...]:

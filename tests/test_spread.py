@@ -7,6 +7,7 @@ import itertools
 import mlx.core as mx
 import numpy as np
 import pytest
+from harness import feed, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,6 @@ from lumina_cache import LuminaCache
 from lumina_cache.actions import Plan, parse_action, singles
 from lumina_cache.errors import ActionInfeasibleError
 from lumina_cache.spread import Losses, hand_out, losses_of, spread
-from harness import feed, tokens
 
 
 def losses(index: int, drawn: list[float], least: int = 1, row_nbytes: int = 8) -> Losses:
@@ -26,7 +26,8 @@ def losses(index: int, drawn: list[float], least: int = 1, row_nbytes: int = 8) 
 
 def test_what_is_lost_is_the_square_of_the_share_of_attention_that_goes() -> None:
     found = losses(0, [1.0, 4.0, 2.0, 3.0], least=1)
-    assert found.least == 1 and found.rows == 4
+    assert found.least == 1
+    assert found.rows == 4
     # The first row stays; of the others 4, 3 and 2 come in this order.
     np.testing.assert_allclose(found.lost, [0.81, 0.25, 0.04, 0.0], atol=1e-12)
 
@@ -39,7 +40,8 @@ def test_heads_are_averaged_after_the_square() -> None:
 
 def test_scores_that_are_no_numbers_count_as_nothing() -> None:
     found = losses(0, [1.0, float("inf"), float("nan"), 1.0], least=1)
-    assert found.lost[-1] == 0 and np.isfinite(found.lost).all()
+    assert found.lost[-1] == 0
+    assert np.isfinite(found.lost).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -74,7 +76,8 @@ def test_a_layer_that_attends_to_many_rows_gets_more_of_them() -> None:
     narrow = losses(0, [1.0] + [1000.0] * 10 + [0.001] * 85)
     wide = losses(1, [1.0] * 96)
     few, many = hand_out([narrow, wide], 48, 16)
-    assert few == 32 and many == 64
+    assert few == 32
+    assert many == 64
 
 
 @pytest.mark.parametrize("codec", ["", "+quant:hadamard,bits=4,group=32"])
