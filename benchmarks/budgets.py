@@ -15,8 +15,8 @@ Then 128 tokens are teacher-forced, passages copied, pairs looked up, and decode
 score is that of the policy, from measured figures: Q of the KL; T of (processor seconds of the prompt, and of the action,
 and 256 decode steps at the measured ratio) over the same of the dense cache; R = 100 where more than the budget is held.
 
-The budget is a share of what the dense cache takes here, in float32: half of it is the whole of a 16-bit cache. Run again
-with the same ``--out``, it goes on.
+The budget is a share of what mlx-lm's dense cache takes at the end, in float32: half of it is the whole of a 16-bit cache.
+Run again with the same ``--out``, it goes on.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ from lumina_cache import LuminaCache  # noqa: E402
 from lumina_cache.actions import Action, Composite, Evict, Quantize, parse_action  # noqa: E402
 from lumina_cache.apply import held_all  # noqa: E402
 from lumina_cache.backend.capabilities import Rung  # noqa: E402
-from lumina_cache.estimate import merge_equal, nbytes_allocated  # noqa: E402
-from lumina_cache.lab.answer import detached_copy  # noqa: E402
+from lumina_cache.estimate import after_append, merge_equal, nbytes_allocated  # noqa: E402
 from lumina_cache.lab.compare import kl_and_agreement, percentile  # noqa: E402
 from lumina_cache.lab.evaluate.documents import DOMAINS, EvalDocument, select  # noqa: E402
-from lumina_cache.lab.evaluate.measure import Bench, hits, log_probabilities, nll, read_prompt  # noqa: E402
+from lumina_cache.lab.evaluate.measure import Bench, _copied, hits, log_probabilities, nll, read_prompt  # noqa: E402
 from lumina_cache.lab.evaluate.plan import Plan  # noqa: E402
 from lumina_cache.lab.evaluate.provenance import conditions, provenance  # noqa: E402
 from lumina_cache.lab.evaluate.storage import stored  # noqa: E402
@@ -208,7 +207,7 @@ class Trial(Bench):
         Args:
             one_by_one: feed the continuation as decoding would, for a cache that acts as it goes.
         """
-        found: dict[str, Any] = {"time": self._time(cache)}
+        found: dict[str, Any] = {"time": self._steps_beside_full(cache)}
         block = 1 if one_by_one else self.plan.block
         fed, expected = self.task.fed, self.task.expected
         tried = log_probabilities(self.model, cache, fed, block, split=self.split)
@@ -223,16 +222,23 @@ class Trial(Bench):
         found["over"] = found["nbytes"] > budget
         return found
 
+    def _steps_beside_full(self, cache: Any) -> dict[str, float]:
+        """Processor seconds of decode steps, the full cache and this one taking turns: medians, and of the ratios."""
+        spent: dict[str, list[float]] = {"full": [], "changed": []}
+        with _copied(self.full) as full, _copied(cache) as changed:
+            both = (("full", full), ("changed", changed))
+            for i, token in enumerate(self.task.fed[: self.plan.timed_steps]):
+                for name, one in both if i % 2 == 0 else both[::-1]:
+                    start = time.process_time()
+                    mx.eval(self.model(mx.array([[token]]), cache=one)[:, -1])
+                    spent[name].append(time.process_time() - start)
+        ratios = [b / a for a, b in zip(spent["full"], spent["changed"], strict=True)]
+        low, ratio, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        return {"ratio": ratio, "low": low, "high": high, "full": statistics.median(spent["full"])}
+
     def step_seconds(self) -> float:
         """Processor seconds of a decode step of the full cache (median)."""
-        own = detached_copy(self.full)
-        spent = []
-        for token in self.task.fed[: self.plan.timed_steps]:
-            start = time.process_time()
-            mx.eval(self.model(mx.array([[token]]), cache=own)[:, -1])
-            spent.append(time.process_time() - start)
-        own.close()
-        return statistics.median(spent)
+        return self._steps_beside_full(self.full)["full"]
 
 
 @contextmanager
@@ -395,7 +401,8 @@ def _one(
     base = {"document": document.name, "domain": document.domain}
     prompt, peak = trial.dense_prompt()
     full = trial.state(1 << 60)
-    nbytes = nbytes_allocated([replace(one, capacity=one.rows + settings.scored) for one in full.layers])
+    # As mlx-lm allocates them, in steps.
+    nbytes = nbytes_allocated(after_append(full.layers, settings.scored))
     own = {**trial.own_figures(), "prompt_seconds": prompt, "peak": peak, "nbytes": nbytes}
     if (document.name, 1.0, "native", "full", "") not in done:
         add({**base, "share": 1.0, "rung": "native", "what": "full", "family": "", **own})
