@@ -30,6 +30,7 @@ __all__ = [
     "ModelShapeError",
     "ModelUnavailableError",
     "ObservationError",
+    "PageError",
     "ProfileFormatError",
     "QueryBankError",
     "RankLostError",
@@ -162,6 +163,10 @@ class RanksApartError(LuminaError):
 
 class ObservationError(LuminaError):
     """What was observed of a layer's attention does not fit its rows, or is not enough to rank them by."""
+
+
+class PageError(LuminaError, ValueError):
+    """A page without the marks that a program's tables belong between, or that cannot be read or written."""
 
 
 class SimulationError(LuminaError, ValueError):

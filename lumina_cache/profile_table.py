@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 from .actions import Quantize
+from .pages import update_page
 from .profile import CodecFigure, Profile, default_profile
 
-__all__ = ["BEGIN", "END", "as_markdown", "put_between"]
+__all__ = ["PART", "as_markdown"]
 
-BEGIN, END = "<!-- times: begin -->", "<!-- times: end -->"
+#: The part of the page that is made.
+PART = "times"
 
 
 def as_markdown(profile: Profile) -> str:
@@ -47,12 +49,5 @@ def _over_packed(profile: Profile, codec: CodecFigure, rows: int) -> str:
     return "–" if packed is None else f"{own / packed:.2f}"
 
 
-def put_between(page: str, table: str) -> str:
-    """``page`` with what stands between the two marks replaced."""
-    head, rest = page.split(BEGIN, 1)
-    return f"{head}{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}"
-
-
 if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(put_between(path.read_text("utf-8"), as_markdown(default_profile())), "utf-8")
+    update_page(Path(sys.argv[1]), PART, as_markdown(default_profile()))

@@ -14,7 +14,7 @@ from lumina_cache.errors import EvaluationError
 from lumina_cache.lab.corpus import Document
 from lumina_cache.lab.evaluate.documents import DOMAINS, EvalDocument, cut, select
 from lumina_cache.lab.evaluate.plan import Plan, parse_contexts
-from lumina_cache.lab.evaluate.render import as_markdown, as_table, put_between
+from lumina_cache.lab.evaluate.render import as_markdown, as_table
 from lumina_cache.lab.evaluate.statistics import bootstrap_mean, geometric_mean
 from lumina_cache.lab.evaluate.table import gates, rows
 from lumina_cache.lab.evaluate.tasks import continuation, planted
@@ -321,13 +321,6 @@ def test_rows_are_sorted_by_share_and_refusals_stand_below() -> None:
     console.print(as_table(result()))
     shown = console.export_text()
     assert shown.index("large") < shown.index("small")
-
-
-def test_a_page_keeps_what_stands_outside_the_marks() -> None:
-    page = "a\n<!-- eval: begin -->\nold\n<!-- eval: end -->\nb\n"
-    assert put_between(page, "new") == "a\n<!-- eval: begin -->\nnew\n<!-- eval: end -->\nb\n"
-    with pytest.raises(EvaluationError, match="no place for the table"):
-        put_between("a", "new")
 
 
 # -- plans --------------------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("ibis")
 
-from lumina_cache.errors import AnalysisError
 from lumina_cache.gap.analysis import Analysis, Settings, analyse
-from lumina_cache.gap.markdown import BEGIN, END, as_markdown, put_between
+from lumina_cache.gap.markdown import PART, as_markdown
+from lumina_cache.pages import put_between
 
 STORE = Path(__file__).parents[1] / "docs" / "data" / "campaign-smollm2" / "first"
 PAGE = Path(__file__).parents[1] / "docs" / "gap.md"
@@ -25,7 +25,7 @@ def found() -> Analysis:
 
 def test_the_published_tables_are_those_of_the_published_campaign(found: Analysis) -> None:
     page = PAGE.read_text("utf-8")
-    assert put_between(page, as_markdown(found)) == page
+    assert put_between(page, PART, as_markdown(found)) == page
 
 
 def test_real_and_simulated_figures_have_tables_of_their_own(found: Analysis) -> None:
@@ -34,12 +34,6 @@ def test_real_and_simulated_figures_have_tables_of_their_own(found: Analysis) ->
     assert "simulated" not in text
     assert "ceiling" not in text
     assert "native → hook" in text
-
-
-def test_a_page_without_marks_is_refused() -> None:
-    with pytest.raises(AnalysisError, match="no place"):
-        put_between("nothing here", "table")
-    assert put_between(f"a {BEGIN} old {END} b", "new") == f"a {BEGIN}\nnew\n{END} b"
 
 
 def test_an_analysis_without_intervals_shows_none() -> None:

@@ -16,7 +16,6 @@ from lumina_cache.lab.estimate_error import (
     Skipped,
     as_markdown,
     main,
-    put_between,
     subjects,
     summary,
     summary_text,
@@ -103,7 +102,3 @@ def test_the_table_has_one_line_per_model() -> None:
     ).splitlines()
     assert len(lines) == 2 + 2
     assert "-1.0 … +2.0 %" in lines[2]
-
-
-def test_a_page_without_marks_is_left_alone() -> None:
-    assert put_between("text", "table") == "text"

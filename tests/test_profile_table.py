@@ -7,15 +7,16 @@ from pathlib import Path
 
 from figures import FIGURES
 
+from lumina_cache.pages import put_between
 from lumina_cache.profile import default_profile
-from lumina_cache.profile_table import as_markdown, put_between
+from lumina_cache.profile_table import PART, as_markdown
 
 PAGE = Path(__file__).parents[1] / "docs" / "calibrate.md"
 
 
 def test_the_published_times_are_those_of_the_shipped_profile() -> None:
     page = PAGE.read_text("utf-8")
-    assert put_between(page, as_markdown(default_profile())) == page
+    assert put_between(page, PART, as_markdown(default_profile())) == page
 
 
 def test_what_was_not_timed_is_a_dash() -> None:

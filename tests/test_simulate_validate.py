@@ -11,21 +11,18 @@ import mlx.core as mx
 import pytest
 from test_evaluate import Words
 
-from lumina_cache.errors import SimulationError
 from lumina_cache.fingerprint import fingerprint
 from lumina_cache.lab.evaluate import Plan
 from lumina_cache.lab.models import LoadedModel
 from lumina_cache.lab.simulate import validate as module
 from lumina_cache.lab.simulate.validate import (
-    BEGIN,
-    END,
     Pair,
     as_markdown,
     main,
-    put_between,
     summary,
     validate,
 )
+from lumina_cache.pages import marks
 
 PAIR = Pair(
     "d",
@@ -81,11 +78,12 @@ def test_validation_pairs_actions_on_documents_of_every_domain(loaded: LoadedMod
     assert "9 agree, bytes are equal in 9" in table
     assert "of 3 pairs of real runs 3 agree with each other" in table
     assert "| `evict:adakv@0.50` | refused: " in table
+    begin, end = marks(module.PART)
     page, kept = tmp_path / "page.md", tmp_path / "record.json"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter")
+    page.write_text(f"before\n{begin}\nold\n{end}\nafter")
     kept.write_text(json.dumps(record))
     assert main(["--from", str(kept), "--page", str(page)]) == 0
-    assert page.read_text() == f"before\n{BEGIN}\n{table}\n{END}\nafter"
+    assert page.read_text() == f"before\n{begin}\n{table}\n{end}\nafter"
     record["summary"]["agreeing"] = 8
     kept.write_text(json.dumps(record))
     assert main(["--from", str(kept)]) == 1
@@ -106,8 +104,3 @@ def test_the_summary_tells_the_largest_error() -> None:
     assert found["worst_nats"] == pytest.approx(0.01)
     assert found["worst_relative"] == pytest.approx(0.05)
     assert found["worst_span_nats"] == 0.5
-
-
-def test_a_page_without_a_place_is_refused() -> None:
-    with pytest.raises(SimulationError, match="no place for the table"):
-        put_between("nothing", "table")

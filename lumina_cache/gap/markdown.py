@@ -11,13 +11,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import AnalysisError
+from ..errors import AnalysisError, PageError
+from ..pages import update_page
 from .analysis import Analysis, StratumAnalysis, analyse
 from .resample import Estimate
 
-__all__ = ["BEGIN", "END", "as_markdown", "put_between"]
+__all__ = ["PART", "as_markdown"]
 
-BEGIN, END = "<!-- campaign: begin -->", "<!-- campaign: end -->"
+#: The part of the page that is made.
+PART = "campaign"
 
 #: Pairs of sides that are shown, by execution state.
 PAIRS = {
@@ -35,20 +37,6 @@ def as_markdown(analysis: Analysis) -> str:
                 "\n".join(lines) for lines in (_head(one), _bests(one), _gaps(one), _causes(one)) if lines
             ]
     return "\n\n".join(parts)
-
-
-def put_between(page: str, text: str) -> str:
-    """``page`` with what stands between the two marks replaced.
-
-    Raises:
-        AnalysisError: there are no marks.
-    """
-    if BEGIN not in page or END not in page.split(BEGIN, 1)[1]:
-        raise AnalysisError(
-            f"the page has no place for the tables: put {BEGIN} and {END} where they should stand"
-        )
-    head, rest = page.split(BEGIN, 1)
-    return f"{head}{BEGIN}\n{text}\n{END}{rest.split(END, 1)[1]}"
 
 
 def _head(one: StratumAnalysis) -> list[str]:
@@ -139,8 +127,7 @@ def _main(arguments: list[str]) -> Iterator[str]:
             "give a page and at least one store: python -m lumina_cache.gap.markdown PAGE STORE…"
         )
     page = Path(arguments[0])
-    text = as_markdown(analyse(arguments[1:]))
-    page.write_text(put_between(page.read_text("utf-8"), text), "utf-8")
+    update_page(page, PART, as_markdown(analyse(arguments[1:])))
     yield f"tables of {', '.join(arguments[1:])} are in {page}"
 
 
@@ -148,5 +135,5 @@ if __name__ == "__main__":
     try:
         for line in _main(sys.argv[1:]):
             print(line)
-    except AnalysisError as error:
+    except (AnalysisError, PageError) as error:
         sys.exit(f"lumina-cache: {error}")

@@ -36,6 +36,7 @@ from ..backend.probe import ModelProbe, probe_model
 from ..estimate import chunk_schedule, nbytes_live
 from ..kernels import device_named
 from ..layers import adopt, leaves
+from ..pages import update_page
 from ..shape import ModelShape, shape_from_model
 from ..steps import StepTracker
 from ..transient import Estimate, Wanted, estimate_run
@@ -383,15 +384,8 @@ def summary_text(figures: Mapping[str, Any], skipped: Sequence[Skipped] = ()) ->
     return text
 
 
-BEGIN, END = "<!-- estimate-error: begin -->", "<!-- estimate-error: end -->"
-
-
-def put_between(text: str, table: str) -> str:
-    """``text`` with what stands between the two marks replaced; unchanged where there are no marks."""
-    if BEGIN not in text or END not in text:
-        return text
-    head, rest = text.split(BEGIN, 1)
-    return f"{head}{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}"
+#: The part of the page that is made.
+PART = "estimate-error"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -437,8 +431,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     if options.page:
-        page = options.page.read_text("utf-8")
-        options.page.write_text(put_between(page, f"{text}\n\n{as_markdown(runs)}"), "utf-8")
+        update_page(options.page, PART, f"{text}\n\n{as_markdown(runs)}")
     return 0 if figures["resident_exact"] == figures["runs"] > 0 else 1
 
 

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from ...errors import EvaluationError
+from ...pages import update_page
 from ..models import load_model
 from .documents import user_texts
 from .plan import QUICK, Plan, parse_contexts
-from .render import as_json, as_markdown, print_result, put_between
+from .render import PART, as_json, as_markdown, print_result
 from .results import read_result
 from .run import Progress, evaluate, rungs_of
 from .subjects import parse_subjects
@@ -77,10 +77,7 @@ def eval_command(
                     )
                 raise
     if page is not None:
-        try:
-            page.write_text(put_between(page.read_text("utf-8"), as_markdown(found)), "utf-8")
-        except OSError as error:
-            raise EvaluationError(f"cannot write the page {page}: {error.strerror or error}") from None
+        update_page(page, PART, as_markdown(found))
     if as_json_text:
         print(as_json(found))
     else:

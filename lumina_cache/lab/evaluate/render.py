@@ -10,12 +10,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...errors import EvaluationError
 from .plan import TESTS
 
-__all__ = ["BEGIN", "END", "as_markdown", "as_table", "put_between"]
+__all__ = ["PART", "as_markdown", "as_table"]
 
-BEGIN, END = "<!-- eval: begin -->", "<!-- eval: end -->"
+#: The part of the page that is made.
+PART = "eval"
 
 #: Column → heading, the tests that fill it, and how a figure is written.
 _COLUMNS: Mapping[str, tuple[str, str, str]] = {
@@ -125,20 +125,6 @@ def as_markdown(result: Mapping[str, Any]) -> str:
             lines.append("")
     lines += [f"- {note}" for note in _notes(result)]
     return "\n".join(lines) + "\n"
-
-
-def put_between(page: str, table: str) -> str:
-    """``page`` with what stands between the two marks replaced.
-
-    Raises:
-        EvaluationError: there are no marks.
-    """
-    if BEGIN not in page or END not in page.split(BEGIN, 1)[1]:
-        raise EvaluationError(
-            f"the page has no place for the table: put {BEGIN} and {END} where it should stand"
-        )
-    head, rest = page.split(BEGIN, 1)
-    return f"{head}{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}"
 
 
 def as_json(result: Mapping[str, Any]) -> str:

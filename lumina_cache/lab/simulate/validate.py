@@ -20,7 +20,7 @@ from typing import Any
 
 from ...actions import Quantize, parse_action, singles
 from ...backend.capabilities import Rung
-from ...errors import SimulationError
+from ...pages import update_page
 from ..evaluate import Plan
 from ..evaluate.documents import select
 from ..evaluate.measure import Bench
@@ -31,8 +31,8 @@ from .simulator import Simulator
 
 __all__ = ["ACTIONS", "Pair", "as_markdown", "main", "summary", "validate"]
 
-#: Marks of the part of a page that is made.
-BEGIN, END = "<!-- simulator-validation: begin -->", "<!-- simulator-validation: end -->"
+#: The part of the page that is made.
+PART = "simulator-validation"
 
 #: Limits of an agreement: relative, and in nats per token.
 RELATIVE, ABSOLUTE = 0.02, 0.001
@@ -242,21 +242,6 @@ def _twice(figures: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def put_between(page: str, table: str) -> str:
-    """``page`` with what stands between the two marks replaced.
-
-    Raises:
-        SimulationError: there are no marks.
-    """
-    head, begin, rest = page.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise SimulationError(
-            f"the page has no place for the table: put {BEGIN} and {END} where it should stand"
-        )
-    return f"{head}{BEGIN}\n{table}\n{END}{tail}"
-
-
 def _record(
     loaded: LoadedModel, plan: Plan, pairs: Iterable[Pair], refused: Mapping[str, str]
 ) -> dict[str, Any]:
@@ -297,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     table = as_markdown(record)
     if options.page:
-        options.page.write_text(put_between(options.page.read_text("utf-8"), table), "utf-8")
+        update_page(options.page, PART, table)
     print(table)
     return 0 if record["summary"]["agreeing"] == record["summary"]["pairs"] > 0 else 1
 
