@@ -59,6 +59,7 @@ from lumina_cache.lab.evaluate.subjects import (  # noqa: E402
 )
 from lumina_cache.lab.evaluate.tasks import planted  # noqa: E402
 from lumina_cache.lab.models import LoadedModel, load_model  # noqa: E402
+from lumina_cache.pages import update_page  # noqa: E402
 from lumina_cache.policy import Inputs, Limit, State, score  # noqa: E402
 from lumina_cache.policy.candidates import rows_that_fit  # noqa: E402
 from lumina_cache.profile import default_profile  # noqa: E402
@@ -210,7 +211,9 @@ class Trial(Bench):
         found: dict[str, Any] = {"time": self._steps_beside_full(cache)}
         block = 1 if one_by_one else self.plan.block
         fed, expected = self.task.fed, self.task.expected
+        start = time.perf_counter()
         tried = log_probabilities(self.model, cache, fed, block, split=self.split)
+        found["seconds"] = time.perf_counter() - start
         kl, same = kl_and_agreement(self.continued, tried)
         found["T1"] = {
             "kl_mean": float(kl.mean()),
@@ -278,16 +281,17 @@ def scored(figures: Mapping[str, Any], dense_prompt: float, step: float) -> dict
 
 def adaptive(trial: Trial, budget: int, rung: Rung) -> dict[str, Any]:
     """The budget held from the first row on."""
-    start = time.perf_counter()
     most, over = 0, 0
     with LuminaCache(trial.model, budget=budget, telemetry=False, rung=rung) as cache:
         tokens, chunk = trial.task.context, trial.plan.chunk
+        start = time.perf_counter()
         with watched() as seen:
             for i in range(0, len(tokens), chunk):
                 trial.model(mx.array(tokens[i : i + chunk])[None], cache=cache)
                 mx.eval([entry.state for entry in cache])
                 held = cache.observe().nbytes_allocated
                 most, over = max(most, held), over + (held > budget)
+        took = time.perf_counter() - start
         record = {
             "prompt_seconds": seen["seconds"],
             "peak": seen["peak"],
@@ -301,7 +305,7 @@ def adaptive(trial: Trial, budget: int, rung: Rung) -> dict[str, Any]:
         record["decisions"] = len(decisions)
         record["decision_seconds"] = sum(r["seconds"] for r in decisions)
         record["rows"] = max(one.rows for one in cache.observe().layers)
-    record["run_seconds"] = time.perf_counter() - start
+        record["run_seconds"] = took + record["seconds"]
     return record
 
 
@@ -481,6 +485,95 @@ def families(records: Sequence[Mapping[str, Any]], rung: Rung) -> dict[str, floa
     return dict(sorted(found.items(), key=lambda one: -one[1]))
 
 
+#: Columns of the page: heading, and what of a record.
+COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None], str], ...] = (
+    ("score", lambda r: r["score"]["total"], "{:.1f}"),
+    ("Q", lambda r: r["score"]["Q"], "{:.2f}"),
+    ("T", lambda r: r["score"]["T"], "{:.1f}"),
+    ("KL", lambda r: r["T1"]["kl_mean"], "{:.4f}"),
+    ("top-1", lambda r: r["T1"]["top1"], "{:.3f}"),
+    ("copied", lambda r: r.get("asked", {}).get("copy_accuracy"), "{:.2f}"),
+    ("looked up", lambda r: r.get("asked", {}).get("lookup_accuracy"), "{:.2f}"),
+    ("step ×", lambda r: r["time"]["ratio"], "{:.2f}"),
+    ("held", lambda r: r["share_held"], "{:.1%}"),
+    ("peak MB", lambda r: r["peak"] / 1e6, "{:.0f}"),
+)
+
+
+def as_markdown(records: Sequence[Mapping[str, Any]]) -> str:
+    """Means over the documents, for each budget and rung; then what every family scores over all budgets."""
+    full = {r["document"]: r for r in records if r["what"] == "full"}
+    asked = {_place(r): r["asked"] for r in records if r["what"] == "asked"}
+
+    def completed(record: Mapping[str, Any]) -> dict[str, Any]:
+        held = record["nbytes"] / full[record["document"]]["nbytes"]
+        questions = {"asked": asked[_place(record)]} if _place(record) in asked else {}
+        own = full[record["document"]]
+        # What is done to the full cache comes on top of it, after its prompt.
+        peak = (
+            record["peak"]
+            if record["what"] == "adaptive"
+            else max(own["peak"], own["nbytes"] + record["peak"])
+        )
+        return {**record, "share_held": held, "peak": peak, **questions}
+
+    lines = ["| budget | | " + " | ".join(name for name, _, _ in COLUMNS) + " |"]
+    lines.append("| ---: | --- |" + " ---: |" * len(COLUMNS))
+    cells = list(rows_of(records))
+    for share in SHARES:
+        for who, rung in (
+            ("adaptive", "cache"), ("oracle", "cache"), ("adaptive", "hook"), ("oracle", "hook"), ("mlx-lm", "cache"),
+        ):  # fmt: skip
+            mine = [c[who] for c in cells if c["share"] == share and c["rung"] == rung and c[who] is not None]
+            if not mine:
+                continue
+            name = "mlx-lm's best" if who == "mlx-lm" else f"{who}, rung {rung}"
+            values = [_mean_of([read(completed(r)) for r in mine], form) for _, read, form in COLUMNS]
+            lines.append(f"| {share:.4g} | {name} | ".replace("| 1 |", "| 1.0 |") + " | ".join(values) + " |")
+    lines += ["", *_families_table(records), "", *_notes(records, full)]
+    return "\n".join(lines)
+
+
+def _place(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    return record["document"], record["share"], record["rung"], record["family"]
+
+
+def _mean_of(values: Sequence[float | None], form: str) -> str:
+    known = [v for v in values if v is not None]
+    return form.format(statistics.fmean(known)) if len(known) == len(values) and known else "–"
+
+
+def _families_table(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield "| mean score over documents and budgets | rung cache | rung hook |"
+    yield "| --- | ---: | ---: |"
+    both = [families(records, rung) for rung in RUNGS]
+    for name in sorted(
+        {n for one in both for n in one}, key=lambda n: -max(one.get(n, -1e9) for one in both)
+    ):
+        values = [f"{one[name]:.1f}" if name in one else "–" for one in both]
+        yield f"| {'**adaptive**' if name == 'adaptive' else f'`{name}`'} | {values[0]} | {values[1]} |"
+
+
+def _notes(records: Sequence[Mapping[str, Any]], full: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    own = [r for r in records if r["what"] == "adaptive"]
+    spent, run = sum(r["decision_seconds"] for r in own), sum(r["run_seconds"] for r in own)
+    yield (
+        f"- decisions: {sum(r['decisions'] for r in own)} in {len(own)} runs, {100 * spent / run:.2f} % of prompt and 128 decode steps; "
+        f"most in one run {max(100 * r['decision_seconds'] / r['run_seconds'] for r in own):.2f} %"
+    )
+    chunks = sum(r["chunks_over"] for r in own)
+    over = sum(r["over"] for r in own)
+    yield (
+        f"- chunks of the prompt that passed the budget before they were looked at: {chunks}; runs over it after the last "
+        f"token: {over}"
+    )
+    copied = statistics.fmean(r["copy_accuracy"] for r in full.values())
+    looked = statistics.fmean(r["lookup_accuracy"] for r in full.values())
+    peak = statistics.fmean(r["peak"] for r in full.values()) / 1e6
+    yield f"- the full cache copies {copied:.2f} and looks up {looked:.2f}; its prompt peaks at {peak:.0f} MB"
+    yield f"- documents: {', '.join(full)}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -510,6 +603,8 @@ def main() -> None:
         asked.out.write_text(json.dumps({**header, "records": records}, indent=1) + "\n")
     else:
         records = [r for path in asked.result for r in json.loads(path.read_text())["records"]]
+    if asked.page is not None:
+        update_page(asked.page, "budgets", as_markdown(records))
     for row in rows_of(records):
         print(
             row["document"],
