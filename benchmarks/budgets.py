@@ -559,8 +559,8 @@ def _notes(records: Sequence[Mapping[str, Any]], full: Mapping[str, Mapping[str,
     spent, run = sum(r["decision_seconds"] for r in own), sum(r["run_seconds"] for r in own)
     most = max(r["decision_seconds"] / r["run_seconds"] for r in own)
     yield (
-        f"- decisions: {sum(r['decisions'] for r in own)} in {len(own)} runs, {100 * spent / run:.2f} % of the time of prompt "
-        f"and 128 decode steps; most in one run {100 * most:.2f} %"
+        f"- decisions: {sum(r['decisions'] for r in own)} in {len(own)} runs, {100 * spent / run:.2f} % of the time "
+        f"of prompt and 128 decode steps; most in one run {100 * most:.2f} %"
     )
     chunks = sum(r["chunks_over"] for r in own)
     over = sum(r["over"] for r in own)

@@ -179,6 +179,23 @@ class Measured:
     time_high: float | None = None
     take_seconds: float | None = None  #: of carrying the action out
 
+    @classmethod
+    def of_trial(cls, quality: Quality, record: Mapping[str, Any]) -> Measured:
+        """With the bytes and times of a record of ``lumina-cache eval``'s kind."""
+        nbytes, times = record["bytes"], record.get("time", {})
+        return cls(
+            quality,
+            share16=nbytes["share16"],
+            share16_allocated=nbytes["share16_allocated"],
+            live=nbytes["live"],
+            allocated=nbytes["allocated"],
+            predicted_live=nbytes["predicted_live"],
+            time_ratio=times.get("ratio"),
+            time_low=times.get("low"),
+            time_high=times.get("high"),
+            take_seconds=record["take_seconds"],
+        )
+
     def __post_init__(self) -> None:
         for name, value in _flat(self).items():
             if isinstance(value, float) and not math.isfinite(value):

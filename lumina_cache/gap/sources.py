@@ -121,7 +121,7 @@ def _origin(document: Mapping[str, Any], result: Mapping[str, Any], path: Path) 
 
 
 def _measured(record: Mapping[str, Any], horizon: int) -> Measured:
-    test, nbytes, times = record["T1"], record["bytes"], record.get("time", {})
+    test = record["T1"]
     spans = tuple(float(x) for x in test["kl_by_16"])
     sizes = [min(BLOCK, horizon - BLOCK * i) for i in range(len(spans))]
     halves = [_mean(spans[half::2], sizes[half::2]) for half in (0, 1)]
@@ -134,18 +134,7 @@ def _measured(record: Mapping[str, Any], horizon: int) -> Measured:
         top1=test["top1"],
         nll_change=test["nll_change"],
     )
-    return Measured(
-        quality,
-        share16=nbytes["share16"],
-        share16_allocated=nbytes["share16_allocated"],
-        live=nbytes["live"],
-        allocated=nbytes["allocated"],
-        predicted_live=nbytes["predicted_live"],
-        time_ratio=times.get("ratio"),
-        time_low=times.get("low"),
-        time_high=times.get("high"),
-        take_seconds=record["take_seconds"],
-    )
+    return Measured.of_trial(quality, record)
 
 
 def _mean(values: tuple[float, ...], sizes: list[int]) -> float | None:

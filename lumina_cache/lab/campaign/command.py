@@ -9,10 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
 from ...backend.capabilities import Rung
+from ..bar import progress_bar
 from ..models import LoadedModel, load_model
 from .plan import CampaignPlan, read_plan
 from .run import Outcome, Progress, campaign, units_of
@@ -30,7 +29,7 @@ def campaign_command(*, plan: Path, out: Path, workers: int, dry_run: bool, as_j
         found = planned(read, models)
         print(json.dumps(found) if as_json else _planned_text(found, read))
         return True
-    with _bar(console) as bar:
+    with progress_bar(console) as bar:
         task = bar.add_task("", total=None)
 
         def show(progress: Progress) -> None:
@@ -89,16 +88,3 @@ def _outcome_text(outcome: Outcome, out: Path) -> str:
     lines += [f"FAILED on {f.document}: {f.execution} {f.action}: {f.error}" for f in outcome.failures]
     lines += [f"lacking at {s.context:,}, {s.domain}: {s.text}" for s in outcome.lacking]
     return "\n".join(lines)
-
-
-def _bar(console: Console) -> Bar:
-    return Bar(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-        speed_estimate_period=600.0,
-    )

@@ -55,16 +55,6 @@ def observations_of(
 
 
 def _measured(record: Mapping[str, Any]) -> Measured:
-    test, nbytes, times = record["T1"], record["bytes"], record.get("time", {})
-    return Measured(
-        quality_of(np.array(test["kl"]), top1=test["top1"], nll_change=test["nll_change"]),
-        share16=nbytes["share16"],
-        share16_allocated=nbytes["share16_allocated"],
-        live=nbytes["live"],
-        allocated=nbytes["allocated"],
-        predicted_live=nbytes["predicted_live"],
-        time_ratio=times.get("ratio"),
-        time_low=times.get("low"),
-        time_high=times.get("high"),
-        take_seconds=record["take_seconds"],
-    )
+    test = record["T1"]
+    quality = quality_of(np.array(test["kl"]), top1=test["top1"], nll_change=test["nll_change"])
+    return Measured.of_trial(quality, record)

@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
 from ...pages import update_page
+from ..bar import progress_bar
 from ..models import load_model
 from .documents import user_texts
 from .plan import QUICK, Plan, parse_contexts
@@ -61,7 +60,7 @@ def eval_command(
         console = Console(stderr=True)
         with console.status("loading the model"):
             loaded = load_model(model)
-        with _bar(console) as bar:
+        with progress_bar(console) as bar:
             task = bar.add_task("", total=None)
 
             def show(progress: Progress) -> None:
@@ -98,15 +97,3 @@ def _plan(
     if block is not None:
         plan = replace(plan, block=block)
     return plan
-
-
-def _bar(console: Console) -> Bar:
-    return Bar(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-    )
