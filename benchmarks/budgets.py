@@ -80,7 +80,6 @@ CODECS = (
 )
 #: Those that evictions are joined with, where they do not fit by themselves.
 JOINED = (
-    "quant:affine_fetch,kbits=8,vbits=4,group=64",
     "quant:kivi_hadamard,kbits=4,vbits=3,group=64",
     "quant:hadamard,bits=4,group=64",
 )
@@ -90,7 +89,7 @@ SCORERS = {
 }
 #: At rung hook: served by the library's own attention, and otherwise what the same codec at rung cache is.
 SERVED = ("quant:kivi_hadamard_packed,bits=4,group=64", "quant:hadamard_packed,bits=4,group=64")
-STOCK_BITS = (8, 6, 4)
+STOCK_BITS = (8, 4)
 
 
 @dataclass(frozen=True)
