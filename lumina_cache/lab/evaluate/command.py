@@ -14,7 +14,7 @@ from ..bar import progress_bar
 from ..models import load_model
 from .documents import user_texts
 from .plan import QUICK, Plan, parse_contexts
-from .render import PART, as_json, as_markdown, print_result
+from .render import as_json, as_markdown, print_result
 from .results import read_result
 from .run import Progress, evaluate, rungs_of
 from .subjects import parse_subjects
@@ -47,6 +47,7 @@ def eval_command(
     out: Path | None,
     result: Path | None,
     page: Path | None,
+    part: str,
     as_json_text: bool,
 ) -> bool:
     """Measure, or read a finished ``result``, and print it. Returns whether every row is free of faults."""
@@ -76,7 +77,7 @@ def eval_command(
                     )
                 raise
     if page is not None:
-        update_page(page, PART, as_markdown(found))
+        update_page(page, part, as_markdown(found))
     if as_json_text:
         print(as_json(found))
     else:

@@ -12,10 +12,8 @@ from rich.text import Text
 
 from .plan import TESTS
 
-__all__ = ["PART", "as_markdown", "as_table"]
+__all__ = ["as_markdown", "as_table"]
 
-#: The part of the page that is made.
-PART = "eval"
 
 #: Column → heading, the tests that fill it, and how a figure is written.
 _COLUMNS: Mapping[str, tuple[str, str, str]] = {
