@@ -22,7 +22,13 @@ from mlx_lm.models import base, llama
 from mlx_lm.models.cache import make_prompt_cache
 
 from lumina_cache.backend import attention
-from lumina_cache.backend.attention import attention_hook, is_hooked, is_served, warn_if_lapsed
+from lumina_cache.backend.attention import (
+    attention_hook,
+    is_hooked,
+    is_served,
+    stepped_aside,
+    warn_if_lapsed,
+)
 from lumina_cache.backend.hookable import hookable
 from lumina_cache.errors import BackendInterfaceError, LuminaWarning, UnsupportedCacheError
 from lumina_cache.lab.tiny import SPECS
@@ -295,6 +301,28 @@ def test_two_hooks_on_one_layer_take_back_only_their_own(tiny: Any) -> None:
         assert not is_served(cache[0])
         model(tokens(3), cache=cache)
     assert len(seen.shapes) == 1
+
+
+def test_hooks_step_aside_for_who_looks_for_mlx_lms_own(tiny: Any) -> None:
+    model = tiny("llama")
+    with stepped_aside():
+        pass  # nothing is hooked
+    cache, watch = quiet(model), Seen()
+    with attention_hook(model) as hook:
+        for layer in rows_of(cache):
+            hook.observe(layer, watch)
+        installed = llama.scaled_dot_product_attention
+        assert installed is not STOCK
+        with pytest.raises(KeyError), stepped_aside():
+            assert llama.scaled_dot_product_attention is STOCK
+            feed(model, make_prompt_cache(model), tokens(4), [4])
+            raise KeyError
+        assert llama.scaled_dot_product_attention is installed
+        feed(model, cache, tokens(4), [4])
+        assert watch.shapes
+        with stepped_aside():
+            hook.close()
+        assert llama.scaled_dot_product_attention is STOCK
 
 
 def test_a_hook_that_is_dropped_is_closed(tiny: Any) -> None:

@@ -226,6 +226,14 @@ def test_what_another_package_does_is_no_rungs_best(
     assert all(b["action"] is None for b in result["best"])
 
 
+def test_another_package_finds_mlx_lms_attention_under_the_hook(loaded: LoadedModel) -> None:
+    pytest.importorskip("mlx_turboquant", reason="the package mlx-turboquant is not installed")
+    alone = row(run(loaded, ["mlx-turboquant:bits=4"], rung="cache"), "mlx-turboquant:bits=4,group=64")
+    result = run(loaded, ["mlx-turboquant:bits=4", "evict:snapkv@0.25"], rung=RUNGS)
+    among = row(result, "mlx-turboquant:bits=4,group=64")
+    assert among["figures"]["kl_mean"]["mean"] == pytest.approx(alone["figures"]["kl_mean"]["mean"], rel=1e-3)
+
+
 def test_the_tables_say_from_which_rung_on(loaded: LoadedModel) -> None:
     result = run(loaded, MIXED, rung=RUNGS)
     page = as_markdown(result)

@@ -20,6 +20,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FunctionType, ModuleType, TracebackType
 from typing import Any, Protocol, Self
@@ -37,6 +38,7 @@ __all__ = [
     "attention_hook",
     "is_hooked",
     "is_served",
+    "stepped_aside",
     "warn_if_lapsed",
 ]
 
@@ -319,6 +321,26 @@ def attention_hook(model: Any) -> AttentionHook:
     return AttentionHook(model)
 
 
+@contextmanager
+def stepped_aside() -> Iterator[None]:
+    """mlx-lm's own functions in all names hooked, and the dispatchers back afterwards, for as long as hooks are open.
+
+    For packages that look for mlx-lm's attention to put their own in its place: they would not find it. Meanwhile no layer
+    is seen or served.
+    """
+    with _lock:
+        aside = [site for site in _sites.values() if site.namespace.get(site.name) is site.installed]
+        for site in aside:
+            site.namespace[site.name] = site.original
+    try:
+        yield
+    finally:
+        with _lock:
+            for site in aside:
+                if site.hooks and site.namespace.get(site.name) is site.original:
+                    site.namespace[site.name] = site.installed
+
+
 def namespaces(model: Any) -> list[dict[str, Any]]:
     """The globals of every module that defines a class, or a method of a class, that ``model`` is built of."""
     if not hasattr(model, "modules"):
@@ -391,9 +413,10 @@ def _close(token: _Token, sites: Iterable[_Site]) -> None:
             if site.hooks > 0:
                 continue
             del _sites[id(site.namespace), site.name]
-            if site.namespace.get(site.name) is site.installed:
+            now = site.namespace.get(site.name)
+            if now is site.installed:
                 site.namespace[site.name] = site.original
-            else:
+            elif now is not site.original:
                 replaced.append(str(site))
     if replaced:
         warnings.warn(

@@ -24,6 +24,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 
 from ...actions import Action, Evict, parse_action, singles
+from ...backend.attention import stepped_aside
 from ...backend.capabilities import DISK_TIER, RAGGED_LAYERS, Capability, Rung
 from ...cache import LuminaCache
 from ...errors import ActionInfeasibleError, ActionSyntaxError, EngagementError
@@ -362,15 +363,16 @@ def is_placebo(subject: Subject) -> bool:
 @contextmanager
 def _mlx_lm_as_it_was() -> Iterator[None]:
     """Undo what a package does to mlx-lm's functions: others are measured in the same process."""
-    modules = [m for name, m in sys.modules.items() if name.split(".")[0] == "mlx_lm"]
-    before = [(m, dict(vars(m))) for m in modules]
-    try:
-        yield
-    finally:
-        for module, names in before:
-            for name, value in names.items():
-                if vars(module).get(name) is not value:
-                    setattr(module, name, value)
+    with stepped_aside():
+        modules = [m for name, m in sys.modules.items() if name.split(".")[0] == "mlx_lm"]
+        before = [(m, dict(vars(m))) for m in modules]
+        try:
+            yield
+        finally:
+            for module, names in before:
+                for name, value in names.items():
+                    if vars(module).get(name) is not value:
+                        setattr(module, name, value)
 
 
 def _plain(full: LuminaCache) -> list[Any]:
