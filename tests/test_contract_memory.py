@@ -141,7 +141,7 @@ def test_the_transient_of_an_action_is_that_of_one_layer_and_was_predicted(
     base = mx.get_active_memory()
     mx.reset_peak_memory()
     cache.apply(action)
-    transient = mx.get_peak_memory() - base
+    transient = max(0, mx.get_peak_memory() - base)  # the peak is 0 where nothing was allocated
     assert transient <= predicted + one_layer // 50
     assert predicted <= transient + TRANSIENTS[action] * one_layer
 

@@ -97,15 +97,6 @@ def test_the_published_tables_are_those_of_the_published_record(peaks: Any) -> N
 def test_a_record_without_prompts_has_tables_of_the_rest(peaks: Any) -> None:
     sizes = {"rows": 8, "tokens": 0, "before": 9, "after": 4}
     operation = {"what": "evict", "how": "evict:keydiff@0.50", **sizes, "peak": 2_500_000, "least": 2_490_000}
-        what="evict",
-        how="evict:keydiff@0.50",
-        rows=8,
-        tokens=0,
-        before=9,
-        after=4,
-        peak=2_500_000,
-        least=2_490_000,
-    )
     record = {
         "conditions": {
             "model": {"name": "m", "dtype": "mlx.core.float32"},
