@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import observing
+from benchmarks import attention, observing
 from lumina_cache.pages import put_between
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -68,3 +68,11 @@ def test_the_published_table_is_that_of_the_published_record() -> None:
     record = json.loads((DOCS / "data" / "observing.json").read_text("utf-8"))
     page = (DOCS / "hook.md").read_text("utf-8")
     assert put_between(page, observing.PART, observing.table(record)) == page
+
+
+def test_the_published_table_of_attention_is_that_of_the_published_record() -> None:
+    record = json.loads((DOCS / "data" / "attention.json").read_text("utf-8"))
+    page = (DOCS / "hook.md").read_text("utf-8")
+    text = attention.table(record)
+    assert put_between(page, attention.PART, text) == page
+    assert "–" not in text, "every path and length was measured"
