@@ -29,6 +29,7 @@ from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 from lumina_cache import LuminaCache  # noqa: E402
 from lumina_cache.actions import Keep, parse_action  # noqa: E402
 from lumina_cache.apply import held_all  # noqa: E402
+from lumina_cache.errors import AnalysisError  # noqa: E402
 from lumina_cache.estimate import after_append, growth_nbytes, nbytes_allocated, peak_of_action  # noqa: E402
 from lumina_cache.lab.answer import arrays_nbytes  # noqa: E402
 from lumina_cache.lab.corpus import demo_document  # noqa: E402
@@ -87,11 +88,12 @@ def settle(cache: Iterable[Any]) -> None:
 
 
 def fill(cache: Any, rows: int, shape: tuple[int, int]) -> None:
-    """Put ``rows`` random rows of (heads, head dim) into every layer, as one step."""
+    """Put ``rows`` random rows of (heads, head dim) into every layer, as one step; a copy of the same ones each."""
     heads, dim = shape
-    for i, layer in enumerate(cache):
-        keys, values = mx.random.normal((2, 1, heads, rows, dim), key=mx.random.key(i))
-        _ = layer.update_and_fetch(keys, values)
+    keys, values = mx.random.normal((2, 1, heads, rows, dim), key=mx.random.key(0))
+    mx.eval(keys, values)
+    for layer in cache:
+        _ = layer.update_and_fetch(keys + 0, values + 0)
         settle([layer])
 
 
@@ -342,10 +344,10 @@ def tables(record: Mapping[str, Any]) -> str:
         f"{header['model']['name']}, {header['model']['dtype'].removeprefix('mlx.core.')}, {header['device']}, "
         f"mlx {header['mlx']}, mlx-lm {header['mlx_lm']}. Megabytes of 10⁶ bytes."
     ]
-    lengths = list(dict.fromkeys(one["rows"] for one in record["operations"]))
+    lengths = sorted({one["rows"] for one in record["operations"]})
     for what, title in TITLES.items():
         lines += ["", *_operations(record, what, title, lengths)]
-    contexts = list(dict.fromkeys(one["context"] for one in record["prompts"]))
+    contexts = sorted({one["context"] for one in record["prompts"] if not whole(one)})
     if contexts:
         lines += ["", *_prompts(record, contexts)]
     return "\n".join(lines)
@@ -378,17 +380,39 @@ def _operations(record: Mapping[str, Any], what: str, title: str, lengths: Seque
 
 
 def _prompts(record: Mapping[str, Any], contexts: Sequence[int]) -> Iterator[str]:
-    found = {(one["way"], one["action"], one["context"]): one for one in record["prompts"]}
-    ways = list(dict.fromkeys(key[:2] for key in found))
+    found = {(one["way"], one["action"], one["context"]): one for one in record["prompts"] if not whole(one)}
     yield f"**Reading a prompt in chunks of {record['chunk']}**"
     yield ""
-    yield f"| | {' | '.join(f'{n:,} tokens' for n in contexts)} | rows held at {contexts[-1]:,} |"
-    yield f"| --- |{' ---: |' * (len(contexts) + 1)}"
-    for path, action in ways:
-        row = [found.get((path, action, n)) for n in contexts]
-        cells = [mb(None if one is None else one["peak"]) for one in row]
-        name = path if action is None else f"{path}, `{action}`"
-        yield f"| {name} | {' | '.join(cells)} | {mb(None if row[-1] is None else row[-1]['held'])} |"
+    yield f"| | {' | '.join(f'{n:,} tokens: peak | predicted' for n in contexts)} | rows held at {contexts[-1]:,} |"
+    yield f"| --- |{' ---: | ---: |' * len(contexts)} ---: |"
+    for way, action in dict.fromkeys(key[:2] for key in found):
+        row = [found.get((way, action, n), {}) for n in contexts]
+        cells = [mb(one.get(key)) for one in row for key in ("peak", "predicted")]
+        name = way if action is None else f"{way}, `{action}`"
+        yield f"| {name} | {' | '.join(cells)} | {mb(row[-1].get('held'))} |"
+    both = [
+        (found.get((one["way"], one["action"], one["context"])), one)
+        for one in record["prompts"]
+        if whole(one)
+    ]
+    compared = [(behind["peak"], one) for behind, one in both if behind is not None]
+    if compared:
+        yield ""
+        yield (
+            "Read from the first token on, the peak is as many times that of the last chunk behind random rows: "
+            + (
+                ", ".join(
+                    f"{one['peak'] / peak:.3f} ({one['action'] or one['way']}, {one['context']:,} tokens)"
+                    for peak, one in compared
+                )
+                + "."
+            )
+        )
+
+
+def whole(prompt: Mapping[str, Any]) -> bool:
+    """Whether the prompt was read from the first token on."""
+    return bool(prompt["filled"] == 0)
 
 
 PART = "peaks"
@@ -410,15 +434,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write what was measured to this file")
     parser.add_argument("--page", type=Path, help="put the tables between the marks of this Markdown page")
-    parser.add_argument("--from", dest="record", type=Path, help="a file written before: nothing is run")
+    parser.add_argument(
+        "--from",
+        dest="records",
+        type=Path,
+        nargs="+",
+        help="files written before, put together: nothing is run",
+    )
     options = parser.parse_args(arguments)
-    if options.record:
-        record = json.loads(options.record.read_text("utf-8"))
+    if options.records:
+        record = joined([json.loads(path.read_text("utf-8")) for path in options.records])
+        write(record, options.json)
     else:
         record = run(options)
     if options.page:
         update_page(options.page, PART, tables(record))
     print(tables(record))
+
+
+def joined(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Records of several runs as one.
+
+    Raises:
+        AnalysisError: they were made under different conditions.
+    """
+    first = records[0]
+    for one in records[1:]:
+        for name in ("kind", "conditions", "chunk"):
+            if one[name] != first[name]:
+                raise AnalysisError(f"{name}: {first[name]} in one record and {one[name]} in another")
+    lists = ("provenance", "operations", "prompts")
+    return {**first, **{name: [item for one in records for item in one[name]] for name in lists}}
 
 
 def write(record: Mapping[str, Any], path: Path | None) -> None:
@@ -435,7 +481,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     record: dict[str, Any] = {
         "kind": "lumina-cache peaks of memory",
         "conditions": conditions(loaded),
-        "provenance": provenance(),
+        "provenance": [provenance()],
         "repeats": options.repeats,
         "chunk": options.chunk,
         "operations": [],

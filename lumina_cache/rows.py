@@ -188,6 +188,9 @@ class RowStore:
                 values = mx.concatenate([self.tail_values[:, :, :old], values], 2)
         sealed = self.sealed
         self._take_in(keys, values)
+        # What is held is computed before anybody attends to these rows: left for later, as a model leaves it, it would
+        # keep the dense rows of every layer alive until the end of the step.
+        keys, values = mx.depends([keys, values], [*self.key_arrays, *self.value_arrays])
         # Looked at in the buffers as they are now: somebody who still had to read the old ones would have them copied.
         return self._parts((keys, values), sealed)
 

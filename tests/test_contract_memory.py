@@ -181,6 +181,30 @@ def test_rows_are_sealed_into_reserved_room_without_a_copy_of_it(six_layers: Any
     assert transient < buffers // 8
 
 
+@pytest.mark.parametrize("codec", ["affine", "affine_fetch", "hadamard", "kivi", "kivi_hadamard"])
+@pytest.mark.parametrize("rows", [64, 1024])
+def test_the_dense_rows_of_a_chunk_are_gone_once_they_were_attended_to(
+    six_layers: Any, codec: str, rows: int
+) -> None:
+    """mlx-lm evaluates what the layers hold at the end of a chunk only; until then it keeps what that is made of."""
+    cache = with_rows(six_layers, rows)
+    cache.apply(f"quant:{codec},bits=4,group=32")
+    chunk = 512
+    settle(cache)
+    gc.collect()
+    mx.clear_cache()
+    before, held = mx.get_active_memory(), real_bytes(cache)
+    for i, layer in enumerate(cache):
+        keys, values = mx.random.normal((2, 1, 2, chunk, 32), key=mx.random.key(i))
+        fetched = layer.update_and_fetch(keys, values)
+        mx.eval(fetched)
+        del keys, values, fetched
+    mx.synchronize()
+    mx.clear_cache()
+    dense = 2 * chunk * 2 * 32 * 4
+    assert mx.get_active_memory() - before - (real_bytes(cache) - held) < dense
+
+
 @pytest.mark.parametrize(
     "before", ["reclaim", "quant:affine,bits=8,group=32", "quant:kivi,bits=4,group=32", "evict:keydiff@0.95"]
 )
