@@ -186,9 +186,13 @@ class RowStore:
             if old:
                 keys = mx.concatenate([self.tail_keys[:, :, :old], keys], 2)
                 values = mx.concatenate([self.tail_values[:, :, :old], values], 2)
-        seen = self._parts((keys, values))
+        sealed = self.sealed
         self._take_in(keys, values)
-        return seen
+        # What is held is computed before anybody attends to these rows: left for later, as a model leaves it, it would
+        # keep the dense rows of every layer alive until the end of the step.
+        keys, values = mx.depends([keys, values], [*self.key_arrays, *self.value_arrays])
+        # Looked at in the buffers as they are now: somebody who still had to read the old ones would have them copied.
+        return self._parts((keys, values), sealed)
 
     def _fill_head(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Put the first rows into the head; returns the others."""
@@ -226,23 +230,23 @@ class RowStore:
         """What the attention gets: triples of packed codes, or dense arrays (B, H, T, D)."""
         return self.parts().fetch()
 
-    def encoded(self) -> tuple[Encoded, Encoded]:
-        """All sealed rows as they are stored, those on disk included."""
+    def encoded(self, sealed: int | None = None) -> tuple[Encoded, Encoded]:
+        """Sealed rows as they are stored: those on disk, and the first ``sealed`` in memory (by default all)."""
+        sealed = self.sealed if sealed is None else sealed
         if self.disk is None:
-            return self._sealed_now()
+            return self._in_memory(sealed)
         keys, values = self.disk.load()
-        if self.sealed:
-            more_keys, more_values = self._sealed_now()
+        if sealed:
+            more_keys, more_values = self._in_memory(sealed)
             keys = join_rows([keys, more_keys], self.layout.keys)
             values = join_rows([values, more_values], self.layout.values)
         return keys, values
 
-    def _sealed_now(self) -> tuple[Encoded, Encoded]:
+    def _in_memory(self, sealed: int) -> tuple[Encoded, Encoded]:
         assert self.keys is not None
         assert self.values is not None
-        return (
-            cut_rows(self.keys, self.sealed, self.layout.keys),
-            cut_rows(self.values, self.sealed, self.layout.values),
+        return cut_rows(self.keys, sealed, self.layout.keys), cut_rows(
+            self.values, sealed, self.layout.values
         )
 
     def dense(self) -> tuple[mx.array, mx.array]:
@@ -255,9 +259,11 @@ class RowStore:
             return self._parts(None)
         return self._parts((self.tail_keys[:, :, : self.tail], self.tail_values[:, :, : self.tail]))
 
-    def _parts(self, tail: tuple[mx.array, mx.array] | None) -> Parts:
+    def _parts(self, tail: tuple[mx.array, mx.array] | None, sealed: int | None = None) -> Parts:
+        """All rows but those in memory that were sealed behind the first ``sealed``, which are in ``tail`` then."""
         assert self.dtype is not None, "no rows yet"
-        keys, values = self.encoded() if self.on_disk + self.sealed else (None, None)
+        sealed = self.sealed if sealed is None else sealed
+        keys, values = self.encoded(sealed) if self.on_disk + sealed else (None, None)
         head = None
         if self.head_keys is not None and self.head_values is not None:
             head = self.head_keys, self.head_values
@@ -338,7 +344,7 @@ class RowStore:
         """Cut the allocation down to the live rows; the tail keeps its size."""
         if self.keys is None or self.values is None or self.capacity == self.sealed:
             return
-        keys, values = self._sealed_now()
+        keys, values = self._in_memory(self.sealed)
         self.keys, self.values = own_rows(keys), own_rows(values)
         mx.eval(self.keys, self.values)
 

@@ -11,10 +11,10 @@ channel that *varies* much more than the others: that one is counted as signal.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from ..method import AFFINE_BITS
 from .affine import Affine
@@ -57,10 +57,38 @@ def _levels_factor(bits: int) -> float:
 
 def _range_to_signal(rows: mx.array, codec: Affine) -> float:
     """Mean squared range of the groups over the mean variance of the channels along T."""
-    groups = mx.unflatten(codec.to_grouped(rows.astype(mx.float32)), -1, (-1, codec.group_size))
-    ranges = groups.max(axis=-1) - groups.min(axis=-1)
-    signal = float(np.array(mx.var(rows.astype(mx.float32), axis=2).mean()))
-    squared = float(np.array(mx.square(ranges).mean()))
-    if squared == 0.0:
+    mean = sum(_evaluated(part.sum(axis=2, keepdims=True)) for part in _parts(rows, codec)) / rows.shape[2]
+    squares = deviations = 0.0
+    groups = 0
+    for part in _parts(rows, codec):
+        grouped = mx.unflatten(codec.to_grouped(part), -1, (-1, codec.group_size))
+        ranges = grouped.max(axis=-1) - grouped.min(axis=-1)
+        groups += ranges.size
+        squares += _number(mx.square(ranges).sum())
+        deviations += _number(mx.square(part - mean).sum())
+    if squares == 0.0:
         return 0.0
-    return math.inf if signal == 0.0 else squared / signal
+    return math.inf if deviations == 0.0 else (squares / groups) / (deviations / rows.size)
+
+
+#: Rows are looked at in so many parts, of so many rows at least: float32 arrays of all of them would take more than the
+#: codes whose price is asked for.
+_PARTS, _FEWEST_ROWS = 8, 256
+
+
+def _parts(rows: mx.array, codec: Affine) -> Iterator[mx.array]:
+    """Rows (B, H, T, D) as float32, a run of whole blocks at a time."""
+    wanted = max(_FEWEST_ROWS, -(-rows.shape[2] // _PARTS))
+    step = -(-wanted // codec.block) * codec.block
+    for start in range(0, rows.shape[2], step):
+        yield rows[:, :, start : start + step].astype(mx.float32)
+
+
+def _evaluated(x: mx.array) -> mx.array:
+    mx.eval(x)
+    return x
+
+
+def _number(x: mx.array) -> float:
+    value: Any = x.item()
+    return float(value)
