@@ -11,7 +11,7 @@ For one document of each domain, with passages to copy and pairs to look up plan
   must keep to the budget all along. The *oracle* is the best of them by measured score, chosen afterwards;
 - *mlx-lm*: its packed and its rotating cache, on the same terms as *fixed*.
 
-Then 128 tokens are teacher-forced, passages copied, pairs looked up, and decode steps timed beside the full cache's. The
+Then 64 tokens are teacher-forced, passages copied, pairs looked up, and decode steps timed beside the full cache's. The
 score is that of the policy, from measured figures: Q of the KL; T of (processor seconds of the prompt, and of the action,
 and 256 decode steps at the measured ratio) over the same of the dense cache; R = 100 where more than the budget is held.
 
@@ -66,6 +66,7 @@ from lumina_cache.profile import default_profile  # noqa: E402
 
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 CONTEXT, CHUNK, HORIZON = 4096, 256, 256
+SCORED, TIMED = 64, 6
 RUNGS = (Rung.CACHE, Rung.HOOK)
 
 CODECS = (
@@ -559,7 +560,7 @@ def _notes(records: Sequence[Mapping[str, Any]], full: Mapping[str, Mapping[str,
     most = max(r["decision_seconds"] / r["run_seconds"] for r in own)
     yield (
         f"- decisions: {sum(r['decisions'] for r in own)} in {len(own)} runs, {100 * spent / run:.2f} % of the time "
-        f"of prompt and 128 decode steps; most in one run {100 * most:.2f} %"
+        f"of prompt and 64 decode steps; most in one run {100 * most:.2f} %"
     )
     chunks = sum(r["chunks_over"] for r in own)
     over = sum(r["over"] for r in own)
@@ -586,7 +587,13 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.result is None:
         loaded = load_model(None)
-        settings = Plan(contexts=((asked.context, 1),), tests=("T1", "T2", "T3"), chunk=CHUNK)
+        settings = Plan(
+            contexts=((asked.context, 1),),
+            tests=("T1", "T2", "T3"),
+            chunk=CHUNK,
+            scored=SCORED,
+            timed_steps=TIMED,
+        )
         documents = [
             one
             for domain in asked.domains
