@@ -227,6 +227,12 @@ class Way:
     rung: str | None  #: None: mlx-lm's own cache
     action: str | None  #: carried out after the first chunk, which is when mlx-lm packs
     kv_bits: int | None = None
+    observe: tuple[str, ...] | None = None  #: as that of ``LuminaCache``
+
+    def cache(self, model: Any) -> Any:
+        if self.rung is None:
+            return make_prompt_cache(model)
+        return LuminaCache(model, policy="off", telemetry=False, rung=self.rung, observe=self.observe)
 
 
 WAYS = (
@@ -234,9 +240,8 @@ WAYS = (
     Way("mlx-lm, kv_bits=4", None, None, BITS),
     Way("rung hook", "hook", f"quant:hadamard_packed,bits={BITS},group={GROUP}"),
     Way("rung hook", "hook", f"quant:kivi_packed,bits={BITS},group={GROUP}"),
-    Way("rung hook", "hook", f"quant:affine,bits={BITS},group={GROUP}"),
     Way("rung cache", "cache", f"quant:hadamard,bits={BITS},group={GROUP}"),
-    Way("rung cache", "cache", f"quant:affine,bits={BITS},group={GROUP}"),
+    Way("rung hook, `observe=()`", "hook", f"quant:hadamard_packed,bits={BITS},group={GROUP}", observe=()),
 )
 
 
@@ -258,7 +263,7 @@ def read_prompt(
 ) -> Prompt:
     """Read a prompt as ``mlx_lm.generate`` does, or the last chunk of it behind random rows.
 
-    What a chunk takes grows with the rows before it, so that the peak of the last one is that of the prompt.
+    What a chunk takes grows with the rows before it, but the first one, whose rows are not encoded yet.
 
     Args:
         ids: tokens to read; as many as ``context``, and one that mlx-lm samples from.
@@ -266,7 +271,7 @@ def read_prompt(
     """
     filled = 0 if whole else context - chunk
     if way.action is not None:  # the probe runs the model; that is no part of reading
-        probed = LuminaCache(model, policy="off", telemetry=False, rung=way.rung or "cache")
+        probed = way.cache(model)
         fill(probed, chunk, shape)
         probed.apply(way.action)
         probed.close()
@@ -274,11 +279,7 @@ def read_prompt(
     gc.collect()
     mx.clear_cache()
     active = mx.get_active_memory()
-    cache: Any
-    if way.rung is None:
-        cache = make_prompt_cache(model)
-    else:
-        cache = LuminaCache(model, policy="off", telemetry=False, rung=way.rung)
+    cache = way.cache(model)
     if filled:
         fill(cache, filled, shape)
         if way.kv_bits is not None:
@@ -380,34 +381,34 @@ def _operations(record: Mapping[str, Any], what: str, title: str, lengths: Seque
 
 
 def _prompts(record: Mapping[str, Any], contexts: Sequence[int]) -> Iterator[str]:
+    chunk = record["chunk"]
     found = {(one["way"], one["action"], one["context"]): one for one in record["prompts"] if not whole(one)}
-    yield f"**Reading a prompt in chunks of {record['chunk']}**"
+    read = {(one["way"], one["action"], one["context"]): one for one in record["prompts"] if whole(one)}
+    ways = dict.fromkeys((one["way"], one["action"]) for one in record["prompts"])
+    yield f"**Reading a prompt in chunks of {chunk}**"
     yield ""
-    yield f"| | {' | '.join(f'{n:,} tokens: peak | predicted' for n in contexts)} | rows held at {contexts[-1]:,} |"
-    yield f"| --- |{' ---: | ---: |' * len(contexts)} ---: |"
-    for way, action in dict.fromkeys(key[:2] for key in found):
-        row = [found.get((way, action, n), {}) for n in contexts]
-        cells = [mb(one.get(key)) for one in row for key in ("peak", "predicted")]
+    heads = " | ".join(f"{n:,} tokens: peak | predicted" for n in contexts)
+    yield f"| | first chunk | {heads} | rows held at {contexts[-1]:,} |"
+    yield f"| --- | ---: |{' ---: | ---: |' * len(contexts)} ---: |"
+    for way, action in ways:
+        first = read.get((way, action, chunk))
+        row = [found.get((way, action, n)) for n in contexts]
+        cells = [mb(None if first is None else first["peak"])]
+        for one in row:
+            known = one is not None and first is not None
+            cells.append(mb(max(one["peak"], first["peak"]) if known else None))
+            cells.append(mb(None if one is None else one["predicted"]))
         name = way if action is None else f"{way}, `{action}`"
-        yield f"| {name} | {' | '.join(cells)} | {mb(row[-1].get('held'))} |"
-    both = [
-        (found.get((one["way"], one["action"], one["context"])), one)
-        for one in record["prompts"]
-        if whole(one)
-    ]
-    compared = [(behind["peak"], one) for behind, one in both if behind is not None]
+        yield f"| {name} | {' | '.join(cells)} | {mb(None if row[-1] is None else row[-1]['held'])} |"
+    compared = []
+    for key, one in read.items():
+        first, last = read.get((*key[:2], chunk)), found.get(key)
+        if first is not None and last is not None:
+            times = one["peak"] / max(first["peak"], last["peak"])
+            compared.append(f"{times:.2f} times ({one['action'] or one['way']}, {one['context']:,} tokens)")
     if compared:
         yield ""
-        yield (
-            "Read from the first token on, the peak is as many times that of the last chunk behind random rows: "
-            + (
-                ", ".join(
-                    f"{one['peak'] / peak:.3f} ({one['action'] or one['way']}, {one['context']:,} tokens)"
-                    for peak, one in compared
-                )
-                + "."
-            )
-        )
+        yield f"Read from the first token to the last, a prompt took {', '.join(compared)} the figure above."
 
 
 def whole(prompt: Mapping[str, Any]) -> bool:
@@ -499,8 +500,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     longest = max([*options.contexts, *options.whole, 0]) + 1
     ids = (text * -(-longest // len(text)))[:longest]
     for way in WAYS if options.ways is None else [WAYS[i] for i in options.ways]:
-        for context, whole in [*((n, False) for n in options.contexts), *((n, True) for n in options.whole)]:
-            read = read_prompt(model, ids, way, context, options.chunk, shape, whole=whole)
+        first = [options.chunk] if options.contexts else []
+        lengths = [
+            *((n, n not in first) for n in (*first, *options.contexts)),
+            *((n, False) for n in options.whole),
+        ]
+        for context, behind in lengths:
+            read = read_prompt(model, ids, way, context, options.chunk, shape, whole=not behind)
             record["prompts"].append(asdict(read))
             print(
                 f"{read.way:20s} {read.action or '':40s} {read.context:6d} tokens, {read.filled:6d} filled, "
