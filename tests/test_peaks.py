@@ -46,14 +46,16 @@ def test_what_is_done_to_rows_is_measured_and_bounded(peaks: Any, model: Any) ->
     found = {(one.what, one.how): one for one in peaks.operations(model, [rows], SHAPE, 1)}
     dense = 4 * 2 * rows * 2 * 64 * 4
     assert all(one.before >= dense // 8 for one in found.values())
+    # Sealing a tail takes a few times the rows sealed for a while, in no estimate: 64 of them at most, of one layer.
+    sealing = 6 * 2 * 64 * 2 * 64 * 4
     for one in found.values():
         if one.predicted is not None:
-            assert one.peak <= one.predicted + dense // 50, one
+            assert one.peak <= one.predicted + (sealing if one.tokens > 1 else dense // 50), one
     stock = found["convert", "mlx-lm"]
     affine = found["convert", peaks.CONVERSIONS[0]]
     assert stock.before == affine.before == dense
     assert stock.after == affine.after < dense // 4
-    assert affine.peak < stock.peak
+    assert affine.peak < dense // 8, "beside the rows of one layer, not of all"
     # Both sides of one layer are copied when it grows, and rows of the step are added in every layer.
     assert dense // 8 < found["grow", "mlx-lm"].peak <= dense
     assert found["grow", "keep"].peak == pytest.approx(found["grow", "mlx-lm"].peak, rel=0.1)
