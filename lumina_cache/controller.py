@@ -212,7 +212,7 @@ class Controller:
         # What touches one rank's cache between two steps need not touch another's.
         if self._unchecked and self.ranks is None:
             self._unchecked = False
-            self._hold_budget(steps, 1, "after_chunk", True)
+            self._hold_budget(steps, 1, "after_chunk", True, within_prompt=steps.phase == "prefill")
 
     # -- other questions of the layers ------------------------------------------------------------------------------
 
@@ -559,7 +559,9 @@ class Controller:
         rows = max((one.rows for one in self._layers(steps) if one.changeable), default=0)
         return isinstance(part, Evict) and part.rows_kept(rows) < rows
 
-    def _hold_budget(self, beginning: StepTracker, tokens: int, trigger: str, grows: bool) -> None:
+    def _hold_budget(
+        self, beginning: StepTracker, tokens: int, trigger: str, grows: bool, *, within_prompt: bool = False
+    ) -> None:
         """Predict the bytes after a step of ``tokens`` tokens of one of the models; if they pass the limit, decide.
 
         Only the first model's rows are acted upon, whichever model grows. Where none ``grows`` and the limit is the one
@@ -583,7 +585,13 @@ class Controller:
                     self._guarded
                 ):  # again if the guard let nothing be done of what was chosen
                     known = len(self._guarded)
-                    self._decide(steps, decider, left, tokens if beginning is steps else 0, trigger)
+                    due = tokens if beginning is steps else 0
+                    self._decide(
+                        steps,
+                        decider,
+                        replace(self._state(steps, left, due), within_prompt=within_prompt),
+                        trigger,
+                    )
             self._say_if_over(beginning, tokens, limit.nbytes)
         self._renew_slack(beginning, tokens)
 
@@ -665,8 +673,7 @@ class Controller:
     def _after(self, steps: StepTracker, beginning: StepTracker, tokens: int) -> tuple[Held, ...]:
         return after_append(self._layers(steps), tokens if steps is beginning else 0)
 
-    def _decide(self, steps: StepTracker, decider: Decider, limit: Limit, tokens: int, trigger: str) -> None:
-        state = self._state(steps, limit, tokens)
+    def _decide(self, steps: StepTracker, decider: Decider, state: State, trigger: str) -> None:
         decider.fit(self.probe(steps).group_size)
         for _ in range(MOST_TRIES):
             decision = decider.decide(state, self.profile(steps), trigger, self._against)

@@ -42,6 +42,9 @@ class State:
     each: tuple[Held, ...] = ()  #: every layer by itself, for plans; empty: no plan is made
     horizon: int = DEFAULT_HORIZON  #: decode steps still to come, as far as is known
     available: int | None = None  #: bytes that may still be allocated on this machine; None when unknown
+    within_prompt: bool = (
+        False  #: a chunk of a prompt has just been read, and nobody says whether it was the last
+    )
     rows_must_stay: bool = False  #: tokens may be taken back (speculative decoding)
     protect: Pinned = ()  #: ranges of positions (first, end) that the caller protects from eviction
     evicted_by: str | None = None  #: scorer by which rows are missing already
@@ -60,7 +63,7 @@ class State:
     def prompt_tokens(self) -> int:
         """Tokens of the prompt that are still expected: none while decoding; within a prompt, whose length nobody says,
         as many again as were seen, and at least the coming chunk."""
-        if self.tokens <= 1:
+        if self.tokens <= 1 and not self.within_prompt:
             return 0
         return max(self.tokens, *(one.offset for one in self.layers)) if self.layers else self.tokens
 
@@ -88,6 +91,7 @@ class State:
             "budget": self.budget,
             "limit": self.limit.to_record(),
             "horizon": self.horizon,
+            "within_prompt": self.within_prompt,
             "available": self.available,
             "rows_must_stay": self.rows_must_stay,
             "protect": [list(one) for one in self.protect],
