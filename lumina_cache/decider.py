@@ -28,6 +28,7 @@ from .policy import (
     weigh,
 )
 from .policy.expected import Lost
+from .policy.partial import on_the_rest, quick
 from .profile import Profile
 from .telemetry import Snapshot
 
@@ -191,8 +192,13 @@ class Decider:
         profile = self.profile.where_served if backend.has(OWN_PACKED_ATTENTION) else self.profile
         found = weigh(state, candidates_for(state, profile), backend, profile)
         feasible = [c.action for c in found if c.feasible and isinstance(c.action, Quantize)]
-        plans = plans_for(state, profile, feasible, _best_scorer(found))
-        return (*found, *weigh(state, (), backend, profile, plans)) if plans else found
+        scorer, swift = _best_scorer(found), quick(state, profile, feasible)
+        plans = plans_for(state, profile, feasible, scorer)
+        if len(swift) < len(feasible):
+            known = {one.plan for one in plans}
+            plans += tuple(one for one in plans_for(state, profile, swift, scorer) if one.plan not in known)
+        rest = on_the_rest(state, [c.action for c in found if _coarser(c)])
+        return (*found, *weigh(state, rest, backend, profile, plans)) if plans or rest else found
 
     def _ask(self, state: State, candidates: tuple[Candidate, ...]) -> Decision:
         try:
@@ -219,6 +225,13 @@ def _best_scorer(candidates: tuple[Candidate, ...]) -> str | None:
         if c.feasible and isinstance(first := c.action.parts[0], Evict) and c.inputs.kl is not None
     ]
     return min(evictions)[1] if evictions else None
+
+
+def _coarser(candidate: Candidate) -> bool:
+    """Whether a codec is refused for nothing else than that some layer has as few bits already."""
+    return isinstance(candidate.action, Quantize) and {r.code for r in candidate.reasons} == {
+        "already_coarser"
+    }
 
 
 def signs_of(machine: Snapshot | None) -> tuple[Any, ...] | None:

@@ -35,6 +35,7 @@ from ..estimate import (
 from ..evolve import evolve
 from ..profile import CodecFigure, EvictionFigure, Profile
 from .expected import Expected, Lost, Stored, evicted, lost_by, own_seconds, stored
+from .partial import coarser_already
 from .score import Inputs, score
 from .values import Candidate, Group, State
 
@@ -388,7 +389,7 @@ class _Planner:
         coded = [
             (f.action, now + f.kl * len(unit))
             for f in self.figures
-            if not any(_coarser_already(one, f.action) for one in unit)
+            if not any(coarser_already(one, f.action) for one in unit)
         ]
         found = sorted(
             ((self._nbytes_next(unit, evict, codec), kl, codec) for codec, kl in (*stay, *coded)),
@@ -455,13 +456,6 @@ class _Planner:
         for before, after, beside in each:
             most = max(most, max(first - before, last - after) + before + beside)
         return most
-
-
-def _coarser_already(held: Held, codec: Quantize) -> bool:
-    keys, values = held.layout.keys.code_bits, held.layout.values.code_bits
-    now = (keys if keys is not None else 99, values if values is not None else 99)
-    wanted = (codec.key_bits, codec.value_bits)
-    return wanted == now or wanted[0] > now[0] or wanted[1] > now[1]
 
 
 def _ranges(chosen: Iterable[tuple[int, Action]]) -> tuple[tuple[tuple[int, int], Action], ...]:

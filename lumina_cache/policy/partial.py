@@ -1,0 +1,88 @@
+"""Codecs for the layers that can still take them, and codecs that are fast for their bytes.
+
+A codec cannot be carried out on a cache of which some layers have as few bits already: encoding them anew would only lose
+more. What is meant then is a plan that leaves those layers alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from ..actions import Plan, Quantize
+from ..estimate import Held, layout_of
+from ..profile import Profile
+from .score import time_points
+from .values import State
+
+__all__ = ["coarser_already", "on_the_rest", "quick"]
+
+
+def coarser_already(held: Held, codec: Quantize) -> bool:
+    """Whether a layer has as few bits as ``codec`` would give it, or fewer on one side."""
+    keys, values = held.layout.keys.code_bits, held.layout.values.code_bits
+    now = (keys if keys is not None else 99, values if values is not None else 99)
+    wanted = (codec.key_bits, codec.value_bits)
+    return wanted == now or wanted[0] > now[0] or wanted[1] > now[1]
+
+
+def on_the_rest(state: State, codecs: Iterable[Quantize]) -> tuple[Plan, ...]:
+    """Each codec for the layers that can take it, where others have as few bits already; none where all layers are alike."""
+    layers: dict[int, list[Held]] = {}
+    for one in state.each:
+        if one.changeable and one.index >= 0:
+            layers.setdefault(one.index, []).append(one)
+    found = []
+    for codec in codecs:
+        able = [i for i, unit in sorted(layers.items()) if not any(coarser_already(o, codec) for o in unit)]
+        if 0 < len(able) < len(layers):
+            found.append(Plan(tuple((run, codec) for run in runs(able))))
+    return tuple(found)
+
+
+def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as ranges (first, last) of neighbours."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number - 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return found
+
+
+def quick(state: State, profile: Profile, feasible: Iterable[Quantize]) -> tuple[Quantize, ...]:
+    """Codecs that none with as few bytes beats in time, for plans that would otherwise be as slow as they are good."""
+    ours = next((one for one in state.layers if one.changeable and one.rows > 0), None)
+    if ours is None:
+        return ()
+    rated = []
+    for codec in feasible:
+        figure = profile.codec(codec)
+        points = (
+            None
+            if figure is None
+            else _points(state, profile, figure.time_at(ours.rows), figure.chunk_time_at(ours.rows))
+        )
+        if points is not None:
+            row = layout_of(codec).row_nbytes(ours.key_width, ours.value_width, ours.itemsize)
+            rated.append((row, points, codec))
+    rated.sort(key=lambda one: one[:2])
+    found: list[Quantize] = []
+    fastest = math.inf
+    for _, points, codec in rated:
+        if points < fastest:
+            fastest = points
+            found.append(codec)
+    return tuple(found)
+
+
+def _points(state: State, profile: Profile, step: float | None, chunk: float | None) -> float | None:
+    """T of the horizon's steps and the expected rest of the prompt, over those of dense rows."""
+    if step is None or profile.step_seconds is None:
+        return None
+    dense, t = state.horizon * profile.step_seconds, state.horizon * profile.step_seconds * step
+    if state.prompt_tokens and profile.prompt_seconds is not None and chunk is not None:
+        dense += state.prompt_tokens * profile.prompt_seconds
+        t += state.prompt_tokens * profile.prompt_seconds * chunk
+    return float(time_points(t / dense))
