@@ -197,7 +197,8 @@ class Decider:
         if len(swift) < len(feasible):
             known = {one.plan for one in plans}
             plans += tuple(one for one in plans_for(state, profile, swift, scorer) if one.plan not in known)
-        rest = on_the_rest(state, [c.action for c in found if _coarser(c)])
+        coarser = [c.action for c in found if isinstance(c.action, Quantize) and _coarser(c)]
+        rest = on_the_rest(state, coarser)
         return (*found, *weigh(state, rest, backend, profile, plans)) if plans or rest else found
 
     def _ask(self, state: State, candidates: tuple[Candidate, ...]) -> Decision:
@@ -228,7 +229,7 @@ def _best_scorer(candidates: tuple[Candidate, ...]) -> str | None:
 
 
 def _coarser(candidate: Candidate) -> bool:
-    """Whether a codec is refused for nothing else than that some layer has as few bits already."""
+    """Whether an action is refused for nothing else than that some layer has as few bits already."""
     return isinstance(candidate.action, Quantize) and {r.code for r in candidate.reasons} == {
         "already_coarser"
     }
