@@ -823,7 +823,8 @@ class Controller:
         )
 
     def _judge(self, steps: StepTracker, action: Action) -> Verdict:
-        layers = self._layers(steps)
+        # A plan is judged by the layers that it names.
+        layers = self._unmerged(steps) if isinstance(action, Plan) else self._layers(steps)
         [verdict] = classify(
             [action],
             self.profile(steps),

@@ -61,7 +61,7 @@ def classify(
     """Judge every action.
 
     Args:
-        layers: what is held now, per leaf.
+        layers: what is held now, per leaf; with their numbers if plans are to be judged by the layers that they name.
         available: bytes that may still be allocated while an action is carried out; None when that is not known.
         pinned: rows that the caller protects from eviction.
         protect: the ranges of positions (first, end) that they lie in.
@@ -75,6 +75,7 @@ def classify(
         lanes=tuple(lanes),
         block=max((one.layout.block for one in changeable), default=1),
         coarsest=_coarsest([one.layout for one in (*changeable, *lanes)]),
+        numbered=tuple(one for one in (*changeable, *lanes) if one.index >= 0),
         dims=tuple(dict.fromkeys((one.kind, one.key_dim, one.value_dim) for one in (*changeable, *lanes))),
         largest=_largest([*changeable, *lanes]),
         available=available,
@@ -96,6 +97,7 @@ class _Facts:
     lanes: tuple[Held, ...]  #: sliding windows and attention chunks
     block: int  #: most rows that any layer encodes together
     coarsest: tuple[int, int]  #: bits of keys and of values
+    numbered: tuple[Held, ...]  #: layers that plans can tell apart
     dims: tuple[tuple[str, int, int], ...]  #: kinds of layers with their head dims
     largest: tuple[Held, ...]
     available: int | None
@@ -136,14 +138,27 @@ def _coarsest(layouts: Sequence[Layout]) -> tuple[int, int]:
     return keys, values
 
 
+def _coarsest_within(bounds: tuple[int, int], facts: _Facts) -> tuple[int, int]:
+    """Of the layers that a range names; of all of them where they were merged and have lost their numbers."""
+    if not facts.numbered:
+        return facts.coarsest
+    first, last = bounds
+    return _coarsest([one.layout for one in facts.numbered if first <= one.index <= last])
+
+
 def _reasons(action: Action, facts: _Facts) -> tuple[Reason, ...]:
     found = list(_missing(action.requires, facts))
     unbuilt = not_built(action)
     if unbuilt is not None:
         found.insert(0, Reason("not_built", f"this version of lumina_cache has no code for {unbuilt}"))
     if isinstance(action, Plan):
-        each = dict.fromkeys(part for _, part in action.assignments)
-        more = [r for part in each for r in _reasons(part, facts) if r.code not in _SAID_OF_THE_WHOLE]
+        each = dict.fromkeys((part, _coarsest_within(bounds, facts)) for bounds, part in action.assignments)
+        more = [
+            reason
+            for part, coarsest in each
+            for reason in _reasons(part, replace(facts, coarsest=coarsest))
+            if reason.code not in _SAID_OF_THE_WHOLE
+        ]
         return tuple(dict.fromkeys([*found, *more]))
     if _changes_rows(action) and not _touches(action, facts):
         found.append(_NOTHING)

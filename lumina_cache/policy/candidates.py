@@ -11,7 +11,7 @@ from types import MappingProxyType
 from ..actions import DEFAULT_SINKS, Action, Composite, Evict, Keep, Plan, Quantize, Reclaim, singles
 from ..allocate import Option, allocate, lower_hull
 from ..backend.capabilities import BackendProfile
-from ..backend.feasibility import Reason, classify
+from ..backend.feasibility import Reason, Verdict, classify
 from ..codecs import Layout
 from ..codecs.base import grown_capacity
 from ..estimate import (
@@ -480,14 +480,11 @@ def weigh(
     planned: Sequence[PlannedLayers] = (),
 ) -> tuple[Candidate, ...]:
     """Bytes, score terms and reasons for every action, and for every plan that was worked out."""
-    verdicts = classify(
-        [*actions, *(one.plan for one in planned)],
-        backend,
-        state.layers,
-        available=state.available,
-        rows_must_stay=state.rows_must_stay,
-        pinned=held_within(state.protect, state.layers),
-        protect=state.protect,
+    singly = [*(a for a in actions if isinstance(a, Plan)), *(one.plan for one in planned)]
+    verdicts = (
+        *_judged([a for a in actions if not isinstance(a, Plan)], state, state.layers, backend),
+        # Only layers with their numbers can be told apart by a plan.
+        *_judged(singly, state, state.each or state.layers, backend),
     )
     plans = {id(one.plan): one for one in planned}
     same = Inputs(
@@ -510,6 +507,20 @@ def weigh(
     groups, touched = grouped(state, profile), nbytes_live(state.layers)
     weighing = _Weighing(state, profile, groups, touched, _depth(state), same, {}, plans)
     return tuple(weighing.candidate(v.action, v.reasons) for v in verdicts)
+
+
+def _judged(
+    actions: Sequence[Action], state: State, layers: Sequence[Held], backend: BackendProfile
+) -> tuple[Verdict, ...]:
+    return classify(
+        actions,
+        backend,
+        layers,
+        available=state.available,
+        rows_must_stay=state.rows_must_stay,
+        pinned=held_within(state.protect, layers),
+        protect=state.protect,
+    )
 
 
 @dataclass(frozen=True)
