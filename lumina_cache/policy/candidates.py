@@ -480,6 +480,7 @@ def weigh(
     planned: Sequence[PlannedLayers] = (),
 ) -> tuple[Candidate, ...]:
     """Bytes, score terms and reasons for every action, and for every plan that was worked out."""
+    actions = list(actions)
     singly = [*(a for a in actions if isinstance(a, Plan)), *(one.plan for one in planned)]
     verdicts = (
         *_judged([a for a in actions if not isinstance(a, Plan)], state, state.layers, backend),
