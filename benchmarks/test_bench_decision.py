@@ -1,8 +1,10 @@
-"""What one decision takes: a model of 64 layers, some 300 actions weighed, plans by layer among them."""
+"""What one decision takes: models of 64 and of 30 layers, some hundred actions weighed, plans by layer among them."""
 
 from __future__ import annotations
 
 import time
+
+import pytest
 
 from lumina_cache.audit import AuditLog
 from lumina_cache.backend.capabilities import (
@@ -23,7 +25,7 @@ from lumina_cache.profile import default_profile
 
 LAYERS = 64
 FEWEST_ACTIONS = 250
-LIMIT_MILLISECONDS = 40.0
+LIMIT_MILLISECONDS = 5.0
 
 ABLE = BackendProfile(
     "cpu",
@@ -46,7 +48,7 @@ ABLE = BackendProfile(
 )
 
 
-def _state() -> State:
+def _state(layers: int) -> State:
     each = tuple(
         Held(
             f"layer {i}",
@@ -60,7 +62,7 @@ def _state() -> State:
             heads=8,
             index=i,
         )
-        for i in range(LAYERS)
+        for i in range(layers)
     )
     budget = nbytes_allocated(each) // 8
     return State(
@@ -73,10 +75,11 @@ def _state() -> State:
     )
 
 
-def test_a_decision_over_64_layers_takes_less_than_40_milliseconds_of_one_core(benchmark):
+@pytest.mark.parametrize("layers", [LAYERS, 30])
+def test_a_decision_takes_less_than_5_milliseconds_of_one_core(benchmark, layers):
     log = AuditLog()
     decider = Decider(Adaptive(), None, lambda: None, log, default_profile)
-    state = _state()
+    state = _state(layers)
     spent = []
 
     def decide():
@@ -85,7 +88,7 @@ def test_a_decision_over_64_layers_takes_less_than_40_milliseconds_of_one_core(b
         spent.append(time.thread_time() - start)
         return decision
 
-    decision = benchmark.pedantic(decide, rounds=15, warmup_rounds=2)
+    decision = benchmark.pedantic(decide, rounds=25, warmup_rounds=2)
     candidates = log.records[-1]["candidates"]
     benchmark.extra_info["actions"] = len(candidates)
     benchmark.extra_info["least processor milliseconds"] = min(spent) * 1e3

@@ -243,7 +243,7 @@ class Quantize(Action):
     def method(self) -> Method:
         return METHODS["quant", self.codec]
 
-    @property
+    @cached_property
     def requires(self) -> frozenset[Capability]:
         if self.codec != "affine":
             return self.method.requires
@@ -376,14 +376,20 @@ class Plan(Action):
                 raise ActionSyntaxError(f"{first}-{last}: layer {min(taken & layers)} is assigned twice")
             taken |= layers
 
+    @cached_property
+    def distinct(self) -> tuple[Action, ...]:
+        """The actions that are assigned, each once; those that are the same object are not compared."""
+        once = {id(action): action for _, action in self.assignments}
+        return tuple(dict.fromkeys(once.values()))
+
     def for_layer(self, index: int) -> Action:
         """The action for one layer."""
         return next((a for (first, last), a in self.assignments if first <= index <= last), Keep())
 
     @property
     def requires(self) -> frozenset[Capability]:
-        needs: frozenset[Capability] = frozenset().union(*(a.requires for _, a in self.assignments))
-        evictions = {tuple(p for p in a.parts if isinstance(p, Evict)) for _, a in self.assignments}
+        needs: frozenset[Capability] = frozenset().union(*(a.requires for a in self.distinct))
+        evictions = {tuple(p for p in a.parts if isinstance(p, Evict)) for a in self.distinct}
         if any(evictions) and evictions != {()}:
             # Unnamed layers keep all rows, so any eviction in a plan may leave layers with different numbers of them.
             needs |= {RAGGED_LAYERS}

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Allocation", "Option", "allocate", "allocate_exhaustively", "lower_hull"]
+__all__ = ["Allocation", "Option", "allocate", "allocate_alike", "allocate_exhaustively", "lower_hull"]
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,51 @@ def _fill(
         saved, i, j = best
         nbytes, loss = nbytes + layers[i][j].nbytes - layers[i][chosen[i]].nbytes, loss - saved
         chosen[i] = j
+
+
+def allocate_alike(
+    kinds: Sequence[int], hulls: Sequence[Sequence[Option]], weights: Sequence[float], budget: int
+) -> list[int] | None:
+    """What the walk of :func:`allocate` chooses where many layers have the same options, weighted: places in their hulls.
+
+    Args:
+        kinds: of every layer, which of ``hulls`` its options are.
+        hulls: options by rising bytes and falling loss, all of them on the lower convex hull.
+        weights: of every layer's losses.
+    """
+    if not all(hulls):
+        return None
+    nbytes = sum(hulls[kind][0].nbytes for kind in kinds)
+    if nbytes > budget:
+        return None
+    of_kind, each = np.array(kinds), np.array(weights, float)
+    layers, more, steep = [], [], []
+    for kind, hull in enumerate(hulls):
+        mine = np.flatnonzero(of_kind == kind)
+        size = np.diff(np.array([one.nbytes for one in hull], np.int64))
+        loss = np.array([one.loss for one in hull]) * each[mine, None]
+        # A steeper step that rounding has put behind another one of its layer comes right after it.
+        gain = np.minimum.accumulate(-np.diff(loss) / size, axis=1)
+        layers.append(np.repeat(mine, len(size)))
+        more.append(np.tile(size, len(mine)))
+        steep.append(gain.ravel())
+    joined, layer = np.concatenate(more), np.concatenate(layers)
+    order = np.lexsort((layer, -np.concatenate(steep)))
+    layer, joined = layer[order], joined[order]
+    within = int(np.searchsorted(np.cumsum(joined), budget - nbytes, side="right"))
+    chosen: list[int] = np.bincount(layer[:within], minlength=len(kinds)).tolist()
+    nbytes += int(joined[:within].sum())
+    stuck: set[int] = set()  # layers whose next step takes too many bytes
+    for i, step in zip(layer[within:].tolist(), joined[within:].tolist(), strict=True):
+        if i in stuck:
+            continue
+        if nbytes + step > budget:
+            stuck.add(i)
+            if len(stuck) == len(kinds):
+                break
+            continue
+        chosen[i], nbytes = chosen[i] + 1, nbytes + step
+    return chosen
 
 
 def allocate_exhaustively(layers: Sequence[Sequence[Option]], budget: int) -> Allocation | None:

@@ -240,7 +240,8 @@ def _in_order(targets: Sequence[RowLayer], action: Action) -> Iterator[tuple[Row
 
 def not_built(action: Action) -> str | None:
     """Why this version of the library cannot carry ``action`` out whatever the backend; None if it can."""
-    for part in singles(action):
+    each = action.distinct if isinstance(action, Plan) else (action,)
+    for part in (part for one in each for part in one.parts):
         match part:
             case Keep() | Reclaim() | Reserve():
                 continue

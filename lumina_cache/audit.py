@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -319,7 +319,12 @@ def _logger(file: TextIO) -> Any:
 
 
 def _to_json(record: Mapping[str, Any], **_: Any) -> str:
-    return json.dumps(record, allow_nan=False, separators=(",", ":"), default=str)
+    return json.dumps(record, allow_nan=False, separators=(",", ":"), default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """Lists that are made when they are read, and everything else as text."""
+    return list(value) if isinstance(value, Sequence) else str(value)
 
 
 @dataclass(frozen=True)
@@ -352,6 +357,8 @@ def validate(record: Any) -> dict[str, Any]:
         if name not in record:
             raise LogFormatError(f"{event}: field {name!r} is missing ({field.meaning})")
         value = record[name]
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            value = list(value)
         if not isinstance(value, field.types) or (isinstance(value, bool) and bool not in field.types):
             expected = " or ".join("null" if t is type(None) else t.__name__ for t in field.types)
             raise LogFormatError(

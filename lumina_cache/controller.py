@@ -636,9 +636,8 @@ class Controller:
         state = self._state(steps, self._left_by_others(limit, steps, tokens), tokens)
         decider.fit(self.probe(steps).group_size)
         for _ in range(MOST_TRIES):
-            action = decider.decide(
-                state, self.profile(steps), "agreed", self._against_together, agreed
-            ).action
+            against = self._against_together if self._guarded or self._apart else None
+            action = decider.decide(state, self.profile(steps), "agreed", against, agreed).action
             guard = self._guard_of(steps)
             try:
                 if action != Keep() and guard is not None:
@@ -676,7 +675,8 @@ class Controller:
     def _decide(self, steps: StepTracker, decider: Decider, state: State, trigger: str) -> None:
         decider.fit(self.probe(steps).group_size)
         for _ in range(MOST_TRIES):
-            decision = decider.decide(state, self.profile(steps), trigger, self._against)
+            against = self._against if self._guarded else None
+            decision = decider.decide(state, self.profile(steps), trigger, against)
             if decision.action == Keep():
                 return
             known = len(self._guarded)

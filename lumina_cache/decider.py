@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .actions import ACTION_SPACE_VERSION, Action, Evict, Keep, Quantize
+from .actions import ACTION_SPACE_VERSION, Action, Keep
 from .agree import Stance
 from .audit import AuditLog
 from .backend.capabilities import OWN_PACKED_ATTENTION, BackendProfile
@@ -22,13 +22,12 @@ from .policy import (
     Policy,
     State,
     Weights,
-    candidates_for,
-    plans_for,
     price_of_time,
-    weigh,
 )
+from .policy.candidates import Weighing
 from .policy.expected import Lost
-from .policy.partial import on_the_rest, quick
+from .policy.record import CandidateRecords
+from .policy.table import position_of
 from .profile import Profile
 from .telemetry import Snapshot
 
@@ -138,7 +137,7 @@ class Decider:
         state: State,
         backend: BackendProfile,
         trigger: str,
-        against: Callable[[Action], tuple[Reason, ...]] = lambda action: (),
+        against: Callable[[Action], tuple[Reason, ...]] | None = None,
         agreed: Stance | None = None,
     ) -> Decision:
         """Ask the policy; what it may not do becomes keeping everything, with a warning.
@@ -158,12 +157,14 @@ class Decider:
             weights=replace(self.weights, time=seen.price_of_time or 0.0),
             machine=None if machine is None else machine.to_record(),
         )
-        candidates = tuple(
-            replace(c, reasons=c.reasons + more) if (more := against(c.action)) else c
-            for c in self._candidates(state, backend)
-        )
+        candidates: Sequence[Candidate] = self._candidates(state, backend)
+        if against is not None:
+            candidates = tuple(
+                replace(c, reasons=c.reasons + more) if (more := against(c.action)) else c for c in candidates
+            )
         decision = self._ask(state, candidates)
-        chosen = next((c for c in candidates if c.action == decision.action), None)
+        place = position_of(candidates, decision.action)
+        chosen = None if place is None else candidates[place]
         if chosen is None or not chosen.feasible:
             self._warn(
                 "policy_chose_infeasible",
@@ -178,7 +179,7 @@ class Decider:
             decision=self.number,
             trigger=trigger,
             state=state.to_record(),
-            candidates=[c.to_record() for c in candidates],
+            candidates=CandidateRecords(candidates),
             action_space=ACTION_SPACE_VERSION,
             profile=self.profile.name,
             chosen=str(decision.action),
@@ -187,21 +188,12 @@ class Decider:
         )
         return decision
 
-    def _candidates(self, state: State, backend: BackendProfile) -> tuple[Candidate, ...]:
+    def _candidates(self, state: State, backend: BackendProfile) -> Sequence[Candidate]:
         # How rows are read decides how long a step takes over them.
         profile = self.profile.where_served if backend.has(OWN_PACKED_ATTENTION) else self.profile
-        found = weigh(state, candidates_for(state, profile), backend, profile)
-        feasible = [c.action for c in found if c.feasible and isinstance(c.action, Quantize)]
-        scorer, swift = _best_scorer(found), quick(state, profile, feasible)
-        plans = plans_for(state, profile, feasible, scorer)
-        if len(swift) < len(feasible):
-            known = {one.plan for one in plans}
-            plans += tuple(one for one in plans_for(state, profile, swift, scorer) if one.plan not in known)
-        coarser = [c.action for c in found if isinstance(c.action, Quantize) and _coarser(c)]
-        rest = on_the_rest(state, coarser)
-        return (*found, *weigh(state, rest, backend, profile, plans)) if plans or rest else found
+        return Weighing.of(state, backend, profile).everything()
 
-    def _ask(self, state: State, candidates: tuple[Candidate, ...]) -> Decision:
+    def _ask(self, state: State, candidates: Sequence[Candidate]) -> Decision:
         try:
             decision = self.policy.decide(state, candidates)
             if not isinstance(decision, Decision):
@@ -216,23 +208,6 @@ class Decider:
 
     def _warn(self, code: str, text: str) -> None:
         self.log.write("warning", code=code, text=text)
-
-
-def _best_scorer(candidates: tuple[Candidate, ...]) -> str | None:
-    """The feasible scorer that is expected to lose least."""
-    evictions = [
-        (c.inputs.kl, first.scorer)
-        for c in candidates
-        if c.feasible and isinstance(first := c.action.parts[0], Evict) and c.inputs.kl is not None
-    ]
-    return min(evictions)[1] if evictions else None
-
-
-def _coarser(candidate: Candidate) -> bool:
-    """Whether an action is refused for nothing else than that some layer has as few bits already."""
-    return isinstance(candidate.action, Quantize) and {r.code for r in candidate.reasons} == {
-        "already_coarser"
-    }
 
 
 def signs_of(machine: Snapshot | None) -> tuple[Any, ...] | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .actions import (
     Action,
@@ -40,7 +41,9 @@ __all__ = [
     "carried_out",
     "chunk_schedule",
     "covered",
+    "decoding_nbytes",
     "dense_row_nbytes",
+    "drift_nbytes",
     "emptied",
     "growth_nbytes",
     "guarded_rows",
@@ -542,18 +545,21 @@ def scoring_nbytes(held: Held, action: Evict) -> int:
         return ranking
     copies = scorer.copies + (len({KEYS, VALUES} & scorer.method.requires) if held.itemsize != 4 else 0)
     side = max(held.key_width, held.value_width) * held.rows * 4
-    return _decoding(held) + ranking + round(copies * side) + (0 if banked is None else banked.scratch)
+    scratch = 0 if banked is None else banked.scratch
+    nbytes: int = decoding_nbytes(held, held.rows) + ranking + round(copies * side) + scratch
+    return nbytes
 
 
-def _decoding(held: Held) -> int:
-    """All rows dense, where they do not lie there as they are: read, decoded, and a decoded side joined to the tail."""
+def decoding_nbytes(held: Held, rows: Any) -> Any:
+    """All ``rows`` rows dense, where they do not lie there as they are: read, decoded, and a decoded side joined to the
+    tail. Also of arrays of row counts."""
     if held.layout.dense and not held.on_disk:
         return 0
     read = (2 * held.on_disk + held.sealed) * row_nbytes(held) if held.on_disk else 0
-    side = max(held.key_width, held.value_width) * held.rows
+    side = max(held.key_width, held.value_width) * rows
     # mlx decodes affine codes on the CPU by a multiplication and an addition in float32.
     scratch = side * 4 * (1 if held.itemsize == 4 else 2)
-    return dense_row_nbytes(held) * held.rows + read + scratch
+    return dense_row_nbytes(held) * rows + read + scratch
 
 
 def _moving(before: Held, after: Held) -> int:
@@ -597,8 +603,8 @@ def _conversion(before: Held, after: Held) -> int:
         # All rows are decoded before the first is encoded.
         side = max(before.key_width, before.value_width) * before.rows
         copies = max(after.layout.keys.copies, after.layout.values.copies)
-        worst = new + _decoding(before) + round(copies * side * 4)
-    worst = max(worst, new + _drift_nbytes(before, rows))
+        worst = new + decoding_nbytes(before, before.rows) + round(copies * side * 4)
+    worst = max(worst, new + drift_nbytes(before, rows))
     if after.on_disk:
         rest = nbytes_allocated([evolve(after, count=1)])
         worst = max(worst, new + rest + after.on_disk * row_nbytes(after))
@@ -610,7 +616,7 @@ def _lane_conversion(before: Held, after: Held) -> int:
     new = nbytes_allocated([evolve(after, count=1)])
     side = max(before.key_width, before.value_width) * before.capacity
     decoded = 0 if before.layout.dense else dense_row_nbytes(before) * before.capacity
-    return new + decoded + _scratch(after.layout.keys, side) + _drift_nbytes(before, before.capacity)
+    return new + decoded + _scratch(after.layout.keys, side) + drift_nbytes(before, before.capacity)
 
 
 def _scratch(codec: Codec, elements: int) -> int:
@@ -618,7 +624,7 @@ def _scratch(codec: Codec, elements: int) -> int:
     return round(codec.copies * elements * 4)
 
 
-def _drift_nbytes(held: Held, rows: int) -> int:
+def drift_nbytes(held: Held, rows: int) -> int:
     """Four float32 arrays of the rows that are compared, and one in the rows' own type if that is another."""
     width = max(held.key_width, held.value_width)
     return min(rows, DRIFT_ROWS) * width * (16 + (held.itemsize if held.itemsize != 4 else 0))

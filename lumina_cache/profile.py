@@ -27,6 +27,7 @@ from .actions import Quantize, parse_action
 from .backend.capabilities import OWN_PACKED_ATTENTION
 from .codecs import Layout
 from .errors import ProfileFormatError
+from .figure_columns import CodecColumns, EvictionColumns
 
 __all__ = [
     "SCHEMA",
@@ -86,13 +87,14 @@ class EvictionFigure:
 
     def at(self, share: float) -> tuple[float, float]:
         """(KL, p95) at a share of rows kept: linear between measurements and to (1, 0), continued below the smallest."""
-        kls, tails = self._curves
+        kls, tails = self.curves
         return max(0.0, interpolate(kls, share, beyond=True)), max(
             0.0, interpolate(tails, share, beyond=True)
         )
 
     @cached_property
-    def _curves(self) -> tuple[tuple[tuple[float, float], ...], tuple[tuple[float, float], ...]]:
+    def curves(self) -> tuple[tuple[tuple[float, float], ...], tuple[tuple[float, float], ...]]:
+        """The two curves that :meth:`at` interpolates."""
         return (
             (*((s, kl) for s, kl, _ in self.points), (1.0, 0.0)),
             (*((s, p95) for s, _, p95 in self.points), (1.0, 0.0)),
@@ -148,6 +150,16 @@ class Profile:
     @cached_property
     def _by_action(self) -> Mapping[Quantize, CodecFigure]:
         return {one.action: one for one in self.codecs}
+
+    @cached_property
+    def codec_columns(self) -> CodecColumns:
+        """The codecs as arrays, for weighing all of them together."""
+        return CodecColumns(self)
+
+    @cached_property
+    def eviction_columns(self) -> EvictionColumns:
+        """The scorers as arrays."""
+        return EvictionColumns(self.evictors)
 
     def evictor(self, scorer: str) -> EvictionFigure | None:
         return next((one for one in self.evictors if one.scorer == scorer), None)

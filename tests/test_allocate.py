@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lumina_cache.allocate import Option, allocate, allocate_exhaustively, lower_hull
+from lumina_cache.allocate import Option, allocate, allocate_alike, allocate_exhaustively, lower_hull
 
 options = st.lists(st.builds(Option, st.integers(1, 60), st.floats(0, 10)), min_size=1, max_size=4)
 
@@ -41,6 +41,27 @@ def test_what_lies_on_the_hull_is_the_optimum_of_its_own_bytes(
 def test_the_hull_leaves_out_what_no_price_would_choose() -> None:
     every = [Option(10, 1.0), Option(8, 1.2), Option(6, 3.0), Option(4, 3.2), Option(6, 5.0), Option(9, 4.0)]
     assert lower_hull(every) == [0, 1, 3]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    fronts=st.lists(options, min_size=1, max_size=3),
+    layers=st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from([0.0, 0.3, 0.5, 0.5, 1.0, 1.7])), max_size=9
+    ),
+    share=st.floats(0.0, 1.1),
+)
+def test_layers_that_are_alike_are_given_what_a_walk_over_single_ones_gives_them(
+    fronts: list[list[Option]], layers: list[tuple[int, float]], share: float
+) -> None:
+    hulls = [[front[i] for i in reversed(lower_hull(front))] for front in fronts]
+    kinds, weights = [kind % len(hulls) for kind, _ in layers], [weight for _, weight in layers]
+    if set(kinds) != set(range(len(hulls))):
+        return
+    budget = int(share * sum(hulls[kind][-1].nbytes for kind in kinds))
+    single = [[Option(o.nbytes, o.loss * w) for o in hulls[k]] for k, w in zip(kinds, weights, strict=True)]
+    found = allocate(single, budget, exact=False, hulls=[list(range(len(hulls[k])))[::-1] for k in kinds])
+    assert allocate_alike(kinds, hulls, weights, budget) == (None if found is None else list(found.chosen))
 
 
 def optimum(layers: list[list[Option]], budget: int) -> float:

@@ -228,7 +228,9 @@ def test_what_another_package_does_is_no_rungs_best(
 
 def test_another_package_finds_mlx_lms_attention_under_the_hook(loaded: LoadedModel) -> None:
     pytest.importorskip("mlx_turboquant", reason="the package mlx-turboquant is not installed")
-    alone = row(run(loaded, ["mlx-turboquant:bits=4,group=32"], rung="cache"), "mlx-turboquant:bits=4,group=32")
+    alone = row(
+        run(loaded, ["mlx-turboquant:bits=4,group=32"], rung="cache"), "mlx-turboquant:bits=4,group=32"
+    )
     result = run(loaded, ["mlx-turboquant:bits=4,group=32", "evict:snapkv@0.25"], rung=RUNGS)
     among = row(result, "mlx-turboquant:bits=4,group=32")
     assert among["figures"]["kl_mean"]["mean"] == pytest.approx(alone["figures"]["kl_mean"]["mean"], rel=1e-3)

@@ -382,7 +382,7 @@ def test_a_users_mistakes_are_logged_and_everything_is_kept(tiny: Any, policy: P
 
 def reread(record: dict[str, Any]) -> tuple[State, tuple[Candidate, ...]]:
     """The state as far as policies read it, and the candidates, from a line of the log alone."""
-    line = json.loads(json.dumps(record))
+    line = json.loads(json.dumps(record, default=list))
     state, weights = line["state"], Weights(**line["state"]["weights"])
     candidates = []
     for one in line["candidates"]:

@@ -8,12 +8,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lumina_cache.actions import Quantize
 from lumina_cache.errors import ProfileFormatError
+from lumina_cache.figure_columns import Curves
 from lumina_cache.profile import (
     CodecFigure,
     EvictionFigure,
@@ -83,6 +85,21 @@ def test_times_lie_between_those_that_were_measured(rows: float) -> None:
 )
 def test_decode_times_are_interpolated_and_not_continued(rows: int, time: float) -> None:
     assert PROFILE.codecs[0].time_at(rows) == pytest.approx(time)
+
+
+points = st.lists(
+    st.tuples(st.integers(0, 50), st.floats(0, 9)), max_size=5, unique_by=lambda one: one[0]
+).map(sorted)
+
+
+@given(curves=st.lists(points, min_size=1, max_size=4), where=st.floats(-5, 60), beyond=st.booleans())
+def test_curves_read_together_give_what_each_gives_by_itself(
+    curves: list[list[tuple[int, float]]], where: float, beyond: bool
+) -> None:
+    which = np.arange(len(curves))
+    found = Curves.of(curves, beyond=beyond).at(which, np.full(len(curves), where))
+    for points_, value in zip(curves, found.tolist(), strict=True):
+        assert math.isnan(value) if not points_ else value == interpolate(points_, where, beyond=beyond)
 
 
 def test_a_codec_that_was_not_timed_has_no_time() -> None:

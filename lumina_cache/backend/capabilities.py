@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from types import MappingProxyType
 
 __all__ = [
@@ -148,6 +149,11 @@ class BackendProfile:
 
     def has(self, capability: Capability) -> bool:
         return self.outcome(capability).present
+
+    @cached_property
+    def present(self) -> frozenset[Capability]:
+        """Everything that it has."""
+        return frozenset(one for one, outcome in self.outcomes.items() if outcome.present)
 
     def to_record(self) -> dict[str, object]:
         return {

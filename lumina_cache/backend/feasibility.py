@@ -15,7 +15,7 @@ from ..estimate import LANE_KINDS, Held, applies, rows_left, transient_of_action
 from ..rows import Pinned
 from .capabilities import RAGGED_LAYERS, BackendProfile, Capability
 
-__all__ = ["Reason", "Verdict", "classify"]
+__all__ = ["Facts", "Reason", "Verdict", "classify", "facts_of", "reasons_against"]
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,36 @@ def classify(
         protect: the ranges of positions (first, end) that they lie in.
         rows_must_stay: whether the caller will take tokens back (speculative decoding), so that no row may go.
     """
+    facts = facts_of(
+        profile,
+        layers,
+        available=available,
+        rows_must_stay=rows_must_stay,
+        pinned=pinned,
+        protect=protect,
+    )
+    return tuple(Verdict(action, reasons_against(action, facts)) for action in actions)
+
+
+def facts_of(
+    profile: BackendProfile,
+    layers: Sequence[Held],
+    *,
+    available: int | None = None,
+    rows_must_stay: bool = False,
+    pinned: int = 0,
+    protect: Pinned = (),
+) -> Facts:
+    """What :func:`classify` works out of its arguments before it looks at any action."""
     changeable = [one for one in layers if one.changeable]
     lanes = [one for one in layers if one.kind in LANE_KINDS and one.rows > 0]
-    facts = _Facts(
+    return Facts(
         profile=profile,
         rows=max((one.rows for one in changeable), default=0),
         lanes=tuple(lanes),
         block=max((one.layout.block for one in changeable), default=1),
         coarsest=_coarsest([one.layout for one in (*changeable, *lanes)]),
-        numbered=tuple(one for one in (*changeable, *lanes) if one.index >= 0),
+        numbered=numbered(layers),
         dims=tuple(dict.fromkeys((one.kind, one.key_dim, one.value_dim) for one in (*changeable, *lanes))),
         largest=_largest([*changeable, *lanes]),
         available=available,
@@ -85,11 +106,19 @@ def classify(
         uneven=uneven(changeable),
         missing={},
     )
-    return tuple(Verdict(action, _reasons(action, facts)) for action in actions)
+
+
+def numbered(layers: Iterable[Held]) -> tuple[Held, ...]:
+    """Those that an action could change and that still have their numbers."""
+    return tuple(
+        one
+        for one in layers
+        if one.index >= 0 and (one.changeable or (one.kind in LANE_KINDS and one.rows > 0))
+    )
 
 
 @dataclass(frozen=True)
-class _Facts:
+class Facts:
     """What is the same for all actions, worked out once."""
 
     profile: BackendProfile
@@ -118,7 +147,7 @@ def _largest(layers: Sequence[Held]) -> tuple[Held, ...]:
     return tuple(one for front in best.values() for one in front)
 
 
-def _missing(requires: frozenset[Capability], facts: _Facts) -> tuple[Reason, ...]:
+def _missing(requires: frozenset[Capability], facts: Facts) -> tuple[Reason, ...]:
     if requires not in facts.missing:
         facts.missing[requires] = tuple(
             Reason("missing_capability", f"{c}: {facts.profile.outcome(c).reason}", capability=str(c))
@@ -138,7 +167,7 @@ def _coarsest(layouts: Sequence[Layout]) -> tuple[int, int]:
     return keys, values
 
 
-def _coarsest_within(bounds: tuple[int, int], facts: _Facts) -> tuple[int, int]:
+def _coarsest_within(bounds: tuple[int, int], facts: Facts) -> tuple[int, int]:
     """Of the layers that a range names; of all of them where they were merged and have lost their numbers."""
     if not facts.numbered:
         return facts.coarsest
@@ -146,17 +175,18 @@ def _coarsest_within(bounds: tuple[int, int], facts: _Facts) -> tuple[int, int]:
     return _coarsest([one.layout for one in facts.numbered if first <= one.index <= last])
 
 
-def _reasons(action: Action, facts: _Facts) -> tuple[Reason, ...]:
+def reasons_against(action: Action, facts: Facts) -> tuple[Reason, ...]:
+    """Why this backend cannot execute ``action`` in this state; none if it can."""
     found = list(_missing(action.requires, facts))
     unbuilt = not_built(action)
     if unbuilt is not None:
         found.insert(0, Reason("not_built", f"this version of lumina_cache has no code for {unbuilt}"))
     if isinstance(action, Plan):
-        each = dict.fromkeys((part, _coarsest_within(bounds, facts)) for bounds, part in action.assignments)
+        each = {(id(part), _coarsest_within(bounds, facts)): part for bounds, part in action.assignments}
         more = [
             reason
-            for part, coarsest in each
-            for reason in _reasons(part, replace(facts, coarsest=coarsest))
+            for (_, coarsest), part in each.items()
+            for reason in reasons_against(part, replace(facts, coarsest=coarsest))
             if reason.code not in _SAID_OF_THE_WHOLE
         ]
         return tuple(dict.fromkeys([*found, *more]))
@@ -187,12 +217,12 @@ def _changes_rows(action: Action) -> bool:
     return not isinstance(action, Keep | Reclaim)
 
 
-def _touches(action: Action, facts: _Facts) -> bool:
+def _touches(action: Action, facts: Facts) -> bool:
     """Whether any layer holds rows that the action applies to."""
     return facts.rows > 0 or any(applies(one, part) for part in action.parts for one in facts.lanes)
 
 
-def _against_codec(action: Quantize, coarsest: tuple[int, int], facts: _Facts) -> Iterable[Reason]:
+def _against_codec(action: Quantize, coarsest: tuple[int, int], facts: Facts) -> Iterable[Reason]:
     keys, values = action.key_bits, action.value_bits
     if keys > coarsest[0] or values > coarsest[1] or (keys, values) == coarsest:
         now = coarsest[0] if keys >= coarsest[0] else coarsest[1]
@@ -223,7 +253,7 @@ _MUST_STAY = Reason(
 )
 
 
-def _against_eviction(action: Evict, rows: int, block: int, facts: _Facts) -> Iterable[Reason]:
+def _against_eviction(action: Evict, rows: int, block: int, facts: Facts) -> Iterable[Reason]:
     if facts.rows_must_stay:
         yield _MUST_STAY
     kept, guarded = action.rows_kept(rows), whole_blocks(action.sinks + facts.pinned, block) + action.recent
@@ -236,7 +266,7 @@ def _against_eviction(action: Evict, rows: int, block: int, facts: _Facts) -> It
         yield Reason("too_few_rows", text, kept, guarded)
 
 
-def _against_unequal(action: Evict, facts: _Facts) -> Iterable[Reason]:
+def _against_unequal(action: Evict, facts: Facts) -> Iterable[Reason]:
     """Layers that encode different numbers of rows together may not all be left with the same number of rows."""
     left = rows_left(facts.uneven, action, facts.protect)
     if len(left) > 1 and not facts.profile.has(RAGGED_LAYERS):
@@ -247,7 +277,7 @@ def _against_unequal(action: Evict, facts: _Facts) -> Iterable[Reason]:
         yield Reason("unequal_rows", text, min(left), max(left), str(RAGGED_LAYERS))
 
 
-def _against_memory(action: Action, facts: _Facts, available: int) -> Iterable[Reason]:
+def _against_memory(action: Action, facts: Facts, available: int) -> Iterable[Reason]:
     """Conversion goes layer by layer."""
     parts = [_of_all_layers(part) for part in action.parts]
     everywhere = parts[0] if len(parts) == 1 else Composite(tuple(parts))

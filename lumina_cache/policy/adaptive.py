@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..actions import Keep
+from .table import columns_of
 from .values import Candidate, Decision, State
 
 __all__ = ["Adaptive", "nearest"]
@@ -27,22 +30,22 @@ class Adaptive:
             return Decision(
                 keep.action, f"{keep.nbytes_next} bytes after the next step are within {_limit(state)}"
             )
-        fitting = [c for c in candidates if c.feasible and c.nbytes_next <= (state.limit.nbytes or 0)]
-        scored = [c for c in fitting if c.score.total is not None]
-        if scored:
-            slowest = max((c.score.time for c in candidates if c.score.time is not None), default=0.0)
-            best = max(
-                scored,
-                key=lambda c: (
-                    round(_points(c, state.weights.time * max(0.0, slowest)), 9),
-                    not c.action.lossy,
-                    -len(c.action.parts),
-                    -c.nbytes_peak,
-                ),
-            )
+        x = columns_of(candidates)
+        fitting = x.feasible & (x.nbytes_next <= (state.limit.nbytes or 0))
+        scored = fitting & ~np.isnan(x.total)
+        if scored.any():
+            known = x.time[~np.isnan(x.time)]
+            slowest = state.weights.time * max(0.0, known.max() if known.size else 0.0)
+            points = np.where(scored, np.where(np.isnan(x.time), x.total - slowest, x.total), -np.inf)
+            # Looked at one by one: all whose points may be equal to the highest once they are rounded.
+            highest = np.flatnonzero(points >= points.max() - 2e-9).tolist()
+            _, best = max(((float(points[i]), candidates[i]) for i in highest), key=_merit)
             return Decision(best.action, _why(best, state))
-        if fitting:
-            most = max(fitting, key=lambda c: (c.nbytes_next, not c.action.lossy))
+        if fitting.any():
+            most = max(
+                (candidates[i] for i in np.flatnonzero(fitting).tolist()),
+                key=lambda c: (c.nbytes_next, not c.action.lossy),
+            )
             return Decision(
                 most.action,
                 f"no action with a figure of quality holds {_limit(state)}; of the others this one keeps most "
@@ -51,9 +54,10 @@ class Adaptive:
         return nearest(state, candidates)
 
 
-def _points(candidate: Candidate, slowest: float) -> float:
-    total = candidate.score.total or 0.0
-    return total - slowest if candidate.score.time is None else total
+def _merit(one: tuple[float, Candidate]) -> tuple[float, bool, int, int]:
+    points, candidate = one
+    action = candidate.action
+    return round(points, 9), not action.lossy, -len(action.parts), -candidate.nbytes_peak
 
 
 def nearest(state: State, candidates: Sequence[Candidate]) -> Decision:
@@ -64,7 +68,8 @@ def nearest(state: State, candidates: Sequence[Candidate]) -> Decision:
             Keep(),
             f"a chunk of {state.tokens} tokens passes {_limit(state)} by itself; acting after it loses less",
         )
-    smallest = min((c for c in candidates if c.feasible), key=lambda c: c.nbytes_next)
+    x = columns_of(candidates)
+    smallest = candidates[int(np.where(x.feasible, x.nbytes_next, np.iinfo(np.int64).max).argmin())]
     return Decision(
         smallest.action,
         f"nothing feasible holds {_limit(state)}; this comes nearest with {smallest.nbytes_next}",

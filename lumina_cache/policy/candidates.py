@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
 
-from ..actions import DEFAULT_SINKS, Action, Composite, Evict, Keep, Plan, Quantize, Reclaim, singles
-from ..allocate import Option, allocate, lower_hull
+import numpy as np
+from numpy.typing import NDArray
+
+from ..actions import Action, Composite, Evict, Keep, Plan, Quantize, Reclaim, singles
+from ..allocate import Option, allocate, allocate_alike, lower_hull
 from ..backend.capabilities import BackendProfile
-from ..backend.feasibility import Reason, Verdict, classify
+from ..backend.feasibility import Facts, Reason, facts_of, numbered, reasons_against
 from ..codecs import Layout
-from ..codecs.base import grown_capacity
 from ..estimate import (
     LANE_KINDS,
     Held,
     after_action,
     after_append,
     carried_out,
-    dense_row_nbytes,
     held_within,
-    kept_of,
     layout_of,
     nbytes_allocated,
     nbytes_live,
@@ -34,12 +34,16 @@ from ..estimate import (
 )
 from ..evolve import evolve
 from ..profile import CodecFigure, EvictionFigure, Profile
-from .expected import Expected, Lost, Stored, evicted, lost_by, own_seconds, stored
-from .partial import coarser_already
+from .columns import ALL_ROWS, Column, column_of
+from .expected import Expected, Lost, Stored, evicted, is_ours, lost_by, own_seconds, stored
+from .families import Families
+from .fit import rows_within
+from .partial import coarser_already, on_the_rest, quick
 from .score import Inputs, score
+from .table import Part, Table
 from .values import Candidate, Group, State
 
-__all__ = ["PlannedLayers", "candidates_for", "grouped", "next_layers", "plans_for", "rows_that_fit", "weigh"]
+__all__ = ["PlannedLayers", "Weighing", "candidates_for", "grouped", "next_layers", "plans_for", "weigh"]
 
 #: Shares of the tokens seen that rows are cut to where a plan gives every layer a codec of its own.
 PLAN_SHARES = (1.0, 0.75, 0.5, 0.25)
@@ -77,94 +81,6 @@ def _depth(state: State) -> int:
     return 1 + max((one.index for one in state.each), default=-1)
 
 
-# -- how many rows fit ----------------------------------------------------------------------------------------------
-
-
-def rows_that_fit(state: State, limit: int, codec: Quantize | None) -> int:
-    """The most rows that an eviction, and ``codec`` after it, may leave to stay within ``limit`` bytes.
-
-    Bytes are those after the coming step and one token more; 0 if no number of rows is few enough. Plain numbers, without
-    building values: it is asked once for every codec in every decision. ``codec`` None stands for rows as they are
-    stored.
-    """
-    ours = [one for one in state.layers if one.changeable]
-    others: Iterable[Held] = [one for one in state.layers if not one.changeable]
-    if codec is not None:
-        others = after_action(others, codec)
-    fixed = nbytes_allocated(next_layers(others, state.tokens))
-
-    stores = [_Store.of(one, codec) for one in ours]
-
-    def nbytes_with(rows: int) -> int:
-        return fixed + sum(store.nbytes_next(rows, state) for store in stores)
-
-    low, high = 0, max((one.rows for one in ours), default=0)
-    low_bytes, high_bytes = fixed, nbytes_with(high)
-    if high_bytes <= limit:
-        return high
-    while high - low > 1:
-        # Bytes are close to linear in rows: guess there first, and halve where that does not help.
-        guess = low + int((limit - low_bytes) * (high - low) / max(1, high_bytes - low_bytes))
-        for rows in {
-            min(high - 1, max(low + 1, guess)),
-            min(high - 1, max(low + 1, guess + 1)),
-            (low + high) // 2,
-        }:
-            if not low < rows < high:
-                continue
-            nbytes = nbytes_with(rows)
-            if nbytes <= limit:
-                low, low_bytes = rows, nbytes
-            else:
-                high, high_bytes = rows, nbytes
-    return low
-
-
-@dataclass(frozen=True)
-class _Store:
-    """Equal layers, and how they will be stored."""
-
-    held: Held
-    codec: Quantize | None
-    layout: Layout
-    row: int  #: bytes of one sealed row then
-    dense_row: int
-
-    @classmethod
-    def of(cls, held: Held, codec: Quantize | None) -> _Store:
-        layout = held.layout if codec is None else layout_of(codec)
-        row = layout.row_nbytes(held.key_width, held.value_width, held.itemsize)
-        return cls(held, codec, layout, row, dense_row_nbytes(held))
-
-    def nbytes_next(self, rows: int, state: State) -> int:
-        """Bytes after an eviction to ``rows`` rows, the codec, a step of the state's tokens, and one token more."""
-        one, layout = self.held, self.layout
-        if one.on_disk:
-            eviction = Evict("sinks_window", rows=max(1, rows))
-            action = eviction if self.codec is None else Composite((eviction, self.codec))
-            return nbytes_allocated(next_layers(after_action([one], action, state.protect), state.tokens))
-        head, tail, capacity, room = one.head, one.tail, one.capacity, one.tail_capacity
-        sealed = one.rows - head - tail
-        if rows < one.rows:
-            in_tail, kept = kept_of(one, max(1, rows), DEFAULT_SINKS, state.protect)
-            if head + in_tail + kept < one.rows:
-                tail, sealed, capacity = in_tail, kept, kept
-        held = head + tail + sealed
-        if layout is not one.layout and layout != one.layout:
-            head = min(layout.sinks, held)
-            capacity = sealed = layout.sealable(held - head)
-            tail, room = held - head - sealed, layout.tail_capacity
-        for n in (state.tokens, 1):
-            if n == 0:
-                continue
-            first = min(n, layout.sinks - head) if held == head < layout.sinks else 0
-            head, tail, held, room = head + first, tail + n - first, held + n, layout.tail_capacity
-            more = layout.sealable(tail)
-            capacity = grown_capacity(sealed, capacity, more)
-            sealed, tail = sealed + more, tail - more
-        return one.count * (capacity * self.row + (head + room) * self.dense_row + one.fixed_nbytes)
-
-
 # -- what is weighed ------------------------------------------------------------------------------------------------
 
 
@@ -177,46 +93,67 @@ def candidates_for(state: State, profile: Profile) -> tuple[Action, ...]:
     """
     codecs = [one.action for one in profile.codecs]
     found: list[Action] = [Keep(), Reclaim(), *codecs]
-    limit = state.limit.nbytes
-    if limit is None:
-        return tuple(found)
-    held = max((one.rows for one in state.layers if one.changeable), default=0)
-    usable = [one for one in profile.evictors if state.evicted_by in (None, one.scorer)]
-    for codec in (None, *_worth_joining(state, profile)):
-        rows = _even(state, rows_that_fit(state, limit, codec))
-        if 0 < rows < held:
-            evictions = [_evict(figure, rows) for figure in usable]
-            found += evictions if codec is None else [Composite((e, codec)) for e in evictions]
+    usable = _usable(state, profile)
+    for place, rows in joined(state, profile, columns_in(state, profile)):
+        evictions = [_evict(profile.evictors[i], rows) for i in usable]
+        found += evictions if place < 0 else [Composite((e, codecs[place])) for e in evictions]
     return tuple(found)
 
 
-def _worth_joining(state: State, profile: Profile) -> list[Quantize]:
+def _usable(state: State, profile: Profile) -> list[int]:
+    """Places of the scorers that may evict: all of them, or the one that rows are missing by already."""
+    return [i for i, one in enumerate(profile.evictors) if state.evicted_by in (None, one.scorer)]
+
+
+def columns_in(state: State, profile: Profile) -> list[Column]:
+    """A column for each kind of layer."""
+    return [column_of(group.held, profile.codec_columns, state.protect) for group in grouped(state, profile)]
+
+
+def joined(state: State, profile: Profile, columns: Sequence[Column]) -> list[tuple[int, int]]:
+    """Codecs to evict before, by their place in the profile (−1 for rows as they are stored), and the rows to keep."""
+    limit, held = state.limit.nbytes, max((one.rows for one in state.layers if one.changeable), default=0)
+    if limit is None:
+        return []
+    codecs = np.array([-1, *_worth_joining(state, profile, columns)], np.int64)
+    now = [one for column in columns for one in (column.held.layout.unit, column.held.layout.block)]
+    rows = rows_within(columns, limit, codecs, {*profile.codec_columns.units, *now}, state.tokens)
+    even = [(place, _even(state, most)) for place, most in zip(codecs.tolist(), rows.tolist(), strict=True)]
+    return [(place, most) for place, most in even if 0 < most < held]
+
+
+def _worth_joining(state: State, profile: Profile, columns: Sequence[Column]) -> list[int]:
     """Codecs that no other one beats in bytes, damage and time alike, among those that can do at least where they can."""
-    ours = [one for one in state.layers if one.changeable]
-    rows = max((one.rows for one in ours), default=0)
-    able = []
-    for figure in profile.codecs:
-        layout = figure.action.layout
-        if layout is None or any(layout.why_not(one.key_dim, one.value_dim) for one in ours):
-            continue
-        nbytes = sum(_Store.of(one, figure.action).nbytes_next(one.rows, state) for one in ours)
-        time = figure.time_at(rows)
-        costs = (nbytes, figure.kl, figure.p95, math.inf if time is None else time)
-        able.append((figure.action, figure.action.requires, costs))
-    return [
-        action
-        for action, requires, costs in able
-        if not any(
-            other != costs and needs <= requires and all(a <= b for a, b in zip(other, costs, strict=True))
-            for _, needs, other in able
-        )
-    ]
+    codecs = profile.codec_columns
+    ours = [one for one in columns if one.held.changeable]
+    able = np.array([one.action.layout is not None for one in profile.codecs], bool)
+    for one in ours:
+        able &= codecs.fits(one.held.key_dim, one.held.value_dim)
+    places = np.flatnonzero(able)
+    nbytes = np.zeros(places.shape, np.int64)
+    for one in ours:
+        nbytes = nbytes + one.nbytes_next(np.full(places.shape, ALL_ROWS), places, state.tokens)
+    rows = np.full(places.shape, max((one.held.rows for one in ours), default=0), float)
+    times = codecs.listed_times.at(places, rows)
+    costs = (
+        nbytes,
+        np.array([one.kl for one in profile.codecs], float)[places],
+        np.array([one.p95 for one in profile.codecs], float)[places],
+        np.where(np.isnan(times), np.inf, times),
+    )
+    beats = codecs.undemanding[np.ix_(places, places)]
+    for cost in costs:
+        beats = beats & (cost[:, None] <= cost)
+    other = np.zeros_like(beats)
+    for cost in costs:
+        other |= cost[:, None] != cost
+    return [int(place) for place in places[~(beats & other).any(0)]]
 
 
 def _even(state: State, rows: int) -> int:
     """As many rows or a few less, so that an eviction leaves every layer with the same number, if there is one."""
     layers = uneven(state.layers)
-    for _ in range(4):
+    for _ in range(4 if layers else 0):
         left = rows_left(layers, Evict("sinks_window", rows=max(1, rows)), state.protect)
         if len(left) < 2 or min(left) >= rows:
             break
@@ -263,13 +200,19 @@ def plans_for(
     eviction = None if scorer is None else profile.evictor(scorer)
     each = [one for unit in units.values() for one in unit]
     offset, held = max(one.offset for one in each), max(one.rows for one in each)
+    ordered, depth = sorted(units.items()), _depth(state)
+    kinds: dict[tuple[object, ...], int] = {}
+    of_units = [kinds.setdefault(tuple(_ALIKE(one) for one in unit), len(kinds)) for _, unit in ordered]
+    first = {kind: unit for kind, (_, unit) in reversed(list(zip(of_units, ordered, strict=True)))}
     planner = _Planner(
         state,
         profile,
-        tuple(sorted(units.items())),
+        tuple(ordered),
+        tuple(of_units),
+        tuple(_Kind.of(first[kind], figures, state, profile) for kind in range(len(kinds))),
         tuple(others),
-        figures,
-        tuple(profile.weight(index, _depth(state)) for index in sorted(units)),
+        tuple(profile.weight(index, depth) for index, _ in ordered),
+        depth,
         state.limit.nbytes - nbytes_allocated(next_layers(others, state.tokens)),
     )
     found = []
@@ -308,17 +251,94 @@ def _block(layout: Layout) -> tuple[int, int, int]:
 class _Choice:
     """One thing that the caches of a layer could do."""
 
-    action: Action
-    nbytes_next: int
-    kl: float  #: before the layer's sensitivity
+    place: int  #: of the codec in the profile; −1 for none
+    option: Option  #: bytes after it and the next step; KL before the layer's sensitivity
+
+    def action(self, evict: Evict | None, profile: Profile) -> Action:
+        codec = profile.codec_columns.actions[self.place] if self.place >= 0 else None
+        parts: tuple[Action, ...] = tuple(part for part in (evict, codec) if part is not None)
+        return Keep() if not parts else parts[0] if len(parts) == 1 else Composite(parts)
 
 
 @dataclass(frozen=True)
 class _Done:
     """What comes of a choice: a layer's caches after it, and for each its bytes before, after and beside it meanwhile."""
 
+    action: Action
     after: tuple[Held, ...]
     nbytes: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The caches of one layer, which others have alike, with the codecs that could store them."""
+
+    unit: tuple[Held, ...]
+    columns: tuple[Column, ...]
+    places: NDArray[np.int64]  #: of the codecs in the profile; −1 for rows as they are stored
+    kl: NDArray[np.float64]
+
+    @classmethod
+    def of(
+        cls, unit: Sequence[Held], figures: Sequence[CodecFigure], state: State, profile: Profile
+    ) -> _Kind:
+        now = [profile.by_layout.get(one.layout) for one in unit]
+        columns = tuple(column_of(one, profile.codec_columns, state.protect) for one in unit)
+        if not all(f is not None or one.layout.dense for f, one in zip(now, unit, strict=True)):
+            return cls(tuple(unit), columns, np.zeros(0, np.int64), np.zeros(0))
+        # Codes that are there already have lost it for good.
+        so_far = sum(f.kl for f in now if f is not None)
+        coded = [f for f in figures if not any(coarser_already(one, f.action) for one in unit)]
+        index = profile.codec_columns.index
+        return cls(
+            tuple(unit),
+            columns,
+            np.array([-1, *(index[f.action] for f in coded)], np.int64),
+            np.array([so_far, *(so_far + f.kl * len(unit) for f in coded)], float),
+        )
+
+    def choices(self, evict: Evict | None, tokens: int) -> list[_Choice]:
+        """Everything that these caches could do, without what another choice beats in bytes and loss alike."""
+        nbytes = np.zeros(self.places.shape, np.int64)
+        for one in self.columns:
+            nbytes = nbytes + one.nbytes_next(self._rows(one, evict, self.places), self.places, tokens)
+        front: list[_Choice] = []
+        for i in np.lexsort((self.kl, nbytes)).tolist():
+            kl = float(self.kl[i])
+            if not front or kl < front[-1].option.loss:
+                front.append(_Choice(int(self.places[i]), Option(int(nbytes[i]), kl)))
+        return front
+
+    def done(
+        self, chosen: Sequence[_Choice], evict: Evict | None, state: State, profile: Profile
+    ) -> list[_Done]:
+        """What comes of each of the choices."""
+        actions = [one.action(evict, profile) for one in chosen]
+        afters = [after_action(self.unit, action, state.protect) for action in actions]
+        places = np.array([one.place for one in chosen], np.int64)
+        nbytes: list[list[tuple[int, int, int]]] = [[] for _ in chosen]
+        for i, column in enumerate(self.columns):
+            before = nbytes_allocated([column.held])
+            if column.held.on_disk:
+                beside = [transient_of_action(column.held, action, state.protect) for action in actions]
+            else:
+                changed = column.changed(self._rows(column, evict, places), places)
+                scoring = 0 if evict is None else np.where(changed.cut, column.scoring(evict.scorer), 0)
+                beside = np.maximum(scoring, np.maximum(changed.moving, changed.coding)).tolist()
+            for sizes, after, most in zip(nbytes, afters, beside, strict=True):
+                sizes.append((before, nbytes_allocated([after[i]]), most))
+        return [
+            _Done(action, after, tuple(sizes))
+            for action, after, sizes in zip(actions, afters, nbytes, strict=True)
+        ]
+
+    @staticmethod
+    def _rows(column: Column, evict: Evict | None, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.full(places.shape, ALL_ROWS if evict is None else evict.rows_kept(column.held.rows))
+
+
+#: A choice as the number of a kind and its place in that kind's front.
+_Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -327,119 +347,81 @@ class _Planner:
 
     state: State
     profile: Profile
-    units: tuple[
-        tuple[int, list[Held]], ...
-    ]  #: number of a layer, and its caches (models may have several in one)
+    #: Number of a layer, and its caches (models may have several in one).
+    units: tuple[tuple[int, list[Held]], ...]
+    of_units: tuple[int, ...]  #: the kind of each
+    kinds: tuple[_Kind, ...]
     others: tuple[Held, ...]
-    figures: Sequence[CodecFigure]
     weights: tuple[float, ...]
+    depth: int
     room: int  #: bytes
 
     def plan(self, evict: Evict | None) -> PlannedLayers | None:
         """The codecs that lose least in all within the room; None if there are none, or all are the same."""
-        exact = len(self.units) <= SEARCHED_EXACTLY
-        kinds: dict[tuple[object, ...], list[_Choice]] = {}
-        choices: list[list[_Choice]] = []
-        for _, unit in self.units:
-            key = tuple(_ALIKE(one) for one in unit)
-            if key not in kinds:
-                front = self._choices(unit, evict)
-                if not exact:
-                    hull = lower_hull([Option(c.nbytes_next, c.kl) for c in front])
-                    front = [front[i] for i in reversed(hull)]
-                kinds[key] = front
-            choices.append(kinds[key])
-        options = [
-            [Option(one.nbytes_next, one.kl * weight) for one in each]
-            for each, weight in zip(choices, self.weights, strict=True)
-        ]
-        if not all(options):
+        fronts = [one.choices(evict, self.state.tokens) for one in self.kinds]
+        places = self._allocated(fronts)
+        if places is None:
             return None
-        # Weights scale a layer's losses, so what is left of its choices lies on its hull.
-        hulls = None if exact else [list(range(len(each)))[::-1] for each in choices]
-        found = allocate(options, self.room, exact=exact, hulls=hulls)
-        if found is None:
-            return None
-        chosen = [each[j] for each, j in zip(choices, found.chosen, strict=True)]
-        if len({one.action for one in chosen}) < 2:
+        chosen = [(kind, place) for kind, place in zip(self.of_units, places, strict=True)]
+        done = self._all_done(chosen, fronts, evict)
+        # Equal actions become the same object, to be told from others without comparing.
+        same: dict[Action, Action] = {}
+        actions = {key: same.setdefault(one.action, one.action) for key, one in done.items()}
+        if len(same) < 2:
             return None  # the same for all: that is among the other candidates
-        plan = Plan(_ranges([(unit[0], one.action) for unit, one in zip(self.units, chosen, strict=True)]))
-        done = self._all_done(chosen)
+        plan = Plan(_ranges([(unit[0], actions[key]) for unit, key in zip(self.units, chosen, strict=True)]))
         return PlannedLayers(
             plan, self._groups(chosen, done), self._peak(chosen, done), self._lost(done, chosen)
         )
 
-    def _all_done(self, chosen: Sequence[_Choice]) -> dict[int, _Done]:
-        done: dict[int, _Done] = {}  # equal layers share their choices
-        for (_, unit), one in zip(self.units, chosen, strict=True):
-            if id(one) not in done:
-                done[id(one)] = self._done(unit, one.action)
-        return done
-
-    def _choices(self, unit: Sequence[Held], evict: Evict | None) -> list[_Choice]:
-        """Everything that these caches could do, without what another choice beats in bytes and loss alike."""
-        figures = [self.profile.by_layout.get(one.layout) for one in unit]
-        known = all(f is not None or one.layout.dense for f, one in zip(figures, unit, strict=True))
-        if not known:
-            return []
-        now = sum(
-            f.kl for f in figures if f is not None
-        )  # codes that are there already have lost it for good
-        stay = [(None, now)]
-        coded = [
-            (f.action, now + f.kl * len(unit))
-            for f in self.figures
-            if not any(coarser_already(one, f.action) for one in unit)
+    def _allocated(self, fronts: list[list[_Choice]]) -> list[int] | None:
+        """For every unit the place of its choice in its front; None if nothing fits. Fronts are cut to their hulls."""
+        if len(self.units) > SEARCHED_EXACTLY:
+            for front in fronts:
+                front[:] = [front[i] for i in reversed(lower_hull([one.option for one in front]))]
+            # Weights scale a layer's losses, so what is left of its choices lies on its hull.
+            hulls = [[one.option for one in front] for front in fronts]
+            return allocate_alike(self.of_units, hulls, self.weights, self.room)
+        options = [
+            [Option(one.option.nbytes, one.option.loss * weight) for one in fronts[kind]]
+            for kind, weight in zip(self.of_units, self.weights, strict=True)
         ]
-        found = sorted(
-            ((self._nbytes_next(unit, evict, codec), kl, codec) for codec, kl in (*stay, *coded)),
-            key=lambda one: one[:2],
-        )
-        front: list[_Choice] = []
-        for nbytes, kl, codec in found:
-            if not front or kl < front[-1].kl:
-                parts: tuple[Action, ...] = tuple(part for part in (evict, codec) if part is not None)
-                action = Keep() if not parts else parts[0] if len(parts) == 1 else Composite(parts)
-                front.append(_Choice(action, nbytes, kl))
-        return front
+        found = allocate(options, self.room) if all(options) else None
+        return None if found is None else list(found.chosen)
 
-    def _nbytes_next(self, unit: Sequence[Held], evict: Evict | None, codec: Quantize | None) -> int:
-        return sum(
-            _Store.of(one, codec).nbytes_next(
-                one.rows if evict is None else evict.rows_kept(one.rows), self.state
-            )
-            for one in unit
-        )
+    def _all_done(
+        self, chosen: Sequence[_Place], fronts: Sequence[Sequence[_Choice]], evict: Evict | None
+    ) -> dict[_Place, _Done]:
+        once = list(dict.fromkeys(chosen))
+        found: dict[_Place, _Done] = {}
+        for number, kind in enumerate(self.kinds):
+            mine = [key for key in once if key[0] == number]
+            options = [fronts[number][place] for _, place in mine]
+            found.update(zip(mine, kind.done(options, evict, self.state, self.profile), strict=True))
+        return found
 
-    def _done(self, unit: Sequence[Held], action: Action) -> _Done:
-        protect = self.state.protect
-        after = after_action(unit, action, protect)
-        nbytes = tuple(
-            (nbytes_allocated([a]), nbytes_allocated([b]), transient_of_action(a, action, protect))
-            for a, b in zip(unit, after, strict=True)
-        )
-        return _Done(after, nbytes)
-
-    def _groups(self, chosen: Sequence[_Choice], done: Mapping[int, _Done]) -> tuple[Group, ...]:
-        sums: dict[int, tuple[int, float]] = {}
-        for one, weight in zip(chosen, self.weights, strict=True):
-            count, so_far = sums.get(id(one), (0, 0.0))
-            sums[id(one)] = count + 1, so_far + weight
+    def _groups(self, chosen: Sequence[_Place], done: Mapping[_Place, _Done]) -> tuple[Group, ...]:
+        sums: dict[_Place, tuple[int, float]] = {}
+        for key, weight in zip(chosen, self.weights, strict=True):
+            count, so_far = sums.get(key, (0, 0.0))
+            sums[key] = count + 1, so_far + weight
         ours = [
             Group(evolve(held, count=n, index=-1), weight)
             for key, (n, weight) in sums.items()
             for held in done[key].after
         ]
-        depth = _depth(self.state)
-        return (*ours, *(Group(one, self.profile.weight(one.index, depth)) for one in self.others))
+        others = (Group(one, self.profile.weight(one.index, self.depth)) for one in self.others)
+        return (*ours, *others)
 
-    def _lost(self, done: Mapping[int, _Done], chosen: Sequence[_Choice]) -> Lost:
+    def _lost(self, done: Mapping[_Place, _Done], chosen: Sequence[_Place]) -> Lost:
+        if all(one.layout.dense for _, unit in self.units for one in unit):
+            return 0.0, 0.0
         before = [
             Group(one, weight)
             for (_, unit), weight in zip(self.units, self.weights, strict=True)
             for one in unit
         ]
-        after = [held for one in chosen for held in done[id(one)].after]
+        after = [held for key in chosen for held in done[key].after]
         found = lost_by(before, after, self.profile)
         assert found is not None, "a layer without a figure has no choice"
         # Shares of the units alone; windows beside them count as layers too.
@@ -447,22 +429,26 @@ class _Planner:
         share = len(before) / (len(before) + windows)
         return found[0] * share, found[1] * share
 
-    def _peak(self, chosen: Sequence[_Choice], done: Mapping[int, _Done]) -> int:
+    def _peak(self, chosen: Sequence[_Place], done: Mapping[_Place, _Done]) -> int:
         """As :func:`~lumina_cache.estimate.carried_out` has it."""
-        each = [one for choice in chosen for one in done[id(choice)].nbytes]
+        counts = Counter(chosen)
+        each = {key: done[key].nbytes for key in counts}
         first = nbytes_allocated(self.state.layers)
-        last = first + sum(after - before for before, after, _ in each)
+        last = first + sum(
+            counts[key] * (after - before) for key, caches in each.items() for before, after, _ in caches
+        )
         most = max(first, last)
-        for before, after, beside in each:
-            most = max(most, max(first - before, last - after) + before + beside)
+        for caches in each.values():
+            for before, after, beside in caches:
+                most = max(most, max(first - before, last - after) + before + beside)
         return most
 
 
 def _ranges(chosen: Iterable[tuple[int, Action]]) -> tuple[tuple[tuple[int, int], Action], ...]:
-    """Runs of neighbouring layers with the same action; layers that are kept as they are need no name."""
+    """Runs of neighbouring layers with the same action (the same object); layers that are kept as they are need no name."""
     runs: list[tuple[int, int, Action]] = []
     for index, action in chosen:
-        if runs and runs[-1][1] == index - 1 and runs[-1][2] == action:
+        if runs and runs[-1][1] == index - 1 and runs[-1][2] is action:
             runs[-1] = (runs[-1][0], index, action)
         elif not isinstance(action, Keep):
             runs.append((index, index, action))
@@ -480,48 +466,7 @@ def weigh(
     planned: Sequence[PlannedLayers] = (),
 ) -> tuple[Candidate, ...]:
     """Bytes, score terms and reasons for every action, and for every plan that was worked out."""
-    actions = list(actions)
-    singly = [*(a for a in actions if isinstance(a, Plan)), *(one.plan for one in planned)]
-    verdicts = (
-        *_judged([a for a in actions if not isinstance(a, Plan)], state, state.layers, backend),
-        # Only layers with their numbers can be told apart by a plan.
-        *_judged(singly, state, state.each or state.layers, backend),
-    )
-    plans = {id(one.plan): one for one in planned}
-    same = Inputs(
-        nbytes_next=0,
-        nbytes_peak=0,
-        limit=state.limit.nbytes,
-        memory=None if state.available is None else nbytes_allocated(state.layers) + state.available,
-        kl=None,
-        p95=None,
-        lost_kl=None,
-        lost_p95=None,
-        source="",
-        step_seconds=profile.step_seconds,
-        horizon=state.horizon,
-        prompt_tokens=state.prompt_tokens,
-        prompt_seconds=profile.prompt_seconds,
-        error_mean=state.prediction_error[0],
-        error_spread=state.prediction_error[1],
-    )
-    groups, touched = grouped(state, profile), nbytes_live(state.layers)
-    weighing = _Weighing(state, profile, groups, touched, _depth(state), same, {}, plans)
-    return tuple(weighing.candidate(v.action, v.reasons) for v in verdicts)
-
-
-def _judged(
-    actions: Sequence[Action], state: State, layers: Sequence[Held], backend: BackendProfile
-) -> tuple[Verdict, ...]:
-    return classify(
-        actions,
-        backend,
-        layers,
-        available=state.available,
-        rows_must_stay=state.rows_must_stay,
-        pinned=held_within(state.protect, layers),
-        protect=state.protect,
-    )
+    return Weighing.of(state, backend, profile).candidates(actions, planned)
 
 
 @dataclass(frozen=True)
@@ -544,20 +489,101 @@ class _After:
 
 
 @dataclass(frozen=True)
-class _Weighing:
+class Weighing:
+    """A state with everything that is the same for all actions, and the actions weighed in it."""
+
     state: State
     profile: Profile
+    facts: Facts
     groups: tuple[Group, ...]
     touched: int
     depth: int
     same: Inputs  #: what is the same for every action
     known: dict[object, _After]
-    plans: Mapping[int, PlannedLayers]
+    plans: dict[int, PlannedLayers]
+
+    @classmethod
+    def of(cls, state: State, backend: BackendProfile, profile: Profile) -> Weighing:
+        facts = facts_of(
+            backend,
+            state.layers,
+            available=state.available,
+            rows_must_stay=state.rows_must_stay,
+            pinned=held_within(state.protect, state.layers),
+            protect=state.protect,
+        )
+        # Equal layers are judged together, and only layers with their numbers can be told apart by a plan.
+        facts = replace(facts, numbered=numbered(state.each))
+        same = Inputs(
+            nbytes_next=0,
+            nbytes_peak=0,
+            limit=state.limit.nbytes,
+            memory=None if state.available is None else nbytes_allocated(state.layers) + state.available,
+            kl=None,
+            p95=None,
+            lost_kl=None,
+            lost_p95=None,
+            source="",
+            step_seconds=profile.step_seconds,
+            horizon=state.horizon,
+            prompt_tokens=state.prompt_tokens,
+            prompt_seconds=profile.prompt_seconds,
+            error_mean=state.prediction_error[0],
+            error_spread=state.prediction_error[1],
+        )
+        groups, touched = grouped(state, profile), nbytes_live(state.layers)
+        return cls(state, profile, facts, groups, touched, _depth(state), same, {}, {})
+
+    def everything(self) -> tuple[Candidate, ...] | Table:
+        """All candidates: those of :func:`candidates_for`, and the plans that follow from what is feasible of them."""
+        state, profile, codecs = self.state, self.profile, self.profile.codec_columns
+        together = codecs.built and len(codecs) > 0 and not any(one.on_disk for one in state.layers)
+        if not together or not any(is_ours(one) for one in state.layers):
+            found = self.candidates(candidates_for(state, profile))
+            return (*found, *self.planned(_feasible_codecs(found), _best_scorer(found)))
+        columns = [column_of(group.held, codecs, state.protect) for group in self.groups]
+        families = Families(
+            state,
+            profile,
+            self.groups,
+            columns,
+            self.facts,
+            self.same,
+            joined(state, profile, columns),
+            _usable(state, profile),
+        )
+        reclaim = self.candidates([Reclaim()])
+        plans = self.planned(families.feasible_codecs(), families.best_scorer())
+        return Table([families.part(0, 1), Part.of(reclaim), families.part(1, len(families)), Part.of(plans)])
+
+    def planned(self, feasible: Sequence[Quantize], scorer: str | None) -> tuple[Candidate, ...]:
+        """Plans of the codecs that lose least, of those that are fast for their bytes, and of one codec for some layers."""
+        state, profile = self.state, self.profile
+        plans, swift = plans_for(state, profile, feasible, scorer), quick(state, profile, feasible)
+        known = {one.plan for one in plans}
+        if len(swift) < len(feasible):
+            plans += tuple(p for p in plans_for(state, profile, swift, None) if p.plan not in known)
+        alike = len({one.layout for one in state.layers if one.changeable}) < 2
+        coarser = [] if alike else [one.action for one in profile.codecs if self._only_coarser(one.action)]
+        return self.candidates((p for p in on_the_rest(state, coarser) if p not in known), plans)
+
+    def _only_coarser(self, codec: Quantize) -> bool:
+        """Whether nothing speaks against a codec but that some layer has as few bits already."""
+        return {reason.code for reason in reasons_against(codec, self.facts)} == {"already_coarser"}
+
+    def candidates(
+        self, actions: Iterable[Action], planned: Sequence[PlannedLayers] = ()
+    ) -> tuple[Candidate, ...]:
+        """Each of the actions weighed by itself, and each of the plans that were worked out."""
+        self.plans.update((id(one.plan), one) for one in planned)
+        every = [*actions, *(one.plan for one in planned)]
+        return tuple(self.candidate(one, reasons_against(one, self.facts)) for one in every)
 
     def candidate(self, action: Action, reasons: tuple[Reason, ...]) -> Candidate:
         state = self.state
         after = self._after(action)
-        parts = singles(action) if isinstance(action, Plan) else action.parts
+        each = action.distinct if isinstance(action, Plan) else (action,)
+        parts = (part for one in each for part in one.parts)
         scorer = next((p.scorer for p in parts if isinstance(p, Evict)), state.evicted_by)
         figures: Expected = evicted(after.stored, self.profile, scorer)
         inputs = evolve(
@@ -623,6 +649,20 @@ class _Weighing:
         so_far = self.state.lost
         lost = None if lost is None or so_far is None else (lost[0] + so_far[0], lost[1] + so_far[1])
         return _After(stored(after, self.profile, lost, own), lost, nbytes, peak, before, chosen_from)
+
+
+def _feasible_codecs(candidates: Iterable[Candidate]) -> list[Quantize]:
+    return [c.action for c in candidates if c.feasible and isinstance(c.action, Quantize)]
+
+
+def _best_scorer(candidates: Iterable[Candidate]) -> str | None:
+    """The feasible scorer that is expected to lose least."""
+    evictions = [
+        (c.inputs.kl, first.scorer)
+        for c in candidates
+        if c.feasible and isinstance(first := c.action.parts[0], Evict) and c.inputs.kl is not None
+    ]
+    return min(evictions)[1] if evictions else None
 
 
 def _storage(part: Action) -> object:

@@ -12,7 +12,7 @@ from ..estimate import LANE_KINDS, Held
 from ..profile import CodecFigure, Profile
 from .values import Group
 
-__all__ = ["Expected", "Lost", "Stored", "evicted", "lost_by", "own_seconds", "stored"]
+__all__ = ["Expected", "Lost", "Stored", "evicted", "is_ours", "lost_by", "own_seconds", "stored"]
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ def lost_by(before: Sequence[Group], after: Iterable[Held], profile: Profile) ->
 
     Encoding rows anew cannot undo what their codes have lost already: the damages of both codecs add up.
     """
-    total = sum(g.held.count for g in before if _is_ours(g.held))
+    total = sum(g.held.count for g in before if is_ours(g.held))
     kl = p95 = 0.0
     for group, held in zip(before, after, strict=True):
         was = group.held.layout
-        if not _is_ours(group.held) or was.dense or held.layout is was or held.layout == was:
+        if not is_ours(group.held) or was.dense or held.layout is was or held.layout == was:
             continue
         figure = profile.by_layout.get(was)
         if figure is None:
@@ -59,7 +59,8 @@ def lost_by(before: Sequence[Group], after: Iterable[Held], profile: Profile) ->
     return kl, p95
 
 
-def _is_ours(held: Held) -> bool:
+def is_ours(held: Held) -> bool:
+    """Whether a layer holds rows that can be stored in another way."""
     return held.rows > 0 and (held.kind == "kv" or held.kind in LANE_KINDS)
 
 
@@ -77,7 +78,7 @@ def stored(
         own: figures of the very codecs that the action names, which may be read in another way than others that store
             rows alike.
     """
-    ours = [g for g in groups if _is_ours(g.held)]
+    ours = [g for g in groups if is_ours(g.held)]
     total = sum(g.held.count for g in ours)
     if not total:
         return Stored(Expected(0.0, 0.0, 1.0, "exact: no rows were changed", 1.0), 1.0)
@@ -137,8 +138,9 @@ def own_seconds(action: Action, touched: int, profile: Profile, layers: int = 1)
     """
     if isinstance(action, Plan):
         total = 0.0
+        of_each = {id(own): own_seconds(own, touched, profile) for own in action.distinct}
         for (first, last), own in action.assignments:
-            seconds = own_seconds(own, touched, profile)
+            seconds = of_each[id(own)] if id(own) in of_each else own_seconds(own, touched, profile)
             if seconds is None:
                 return None
             total += seconds * (last - first + 1) / max(1, layers)

@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..actions import Evict, Keep
 from .adaptive import nearest
+from .table import Columns, columns_of
 from .values import Candidate, Decision, State
 
 __all__ = ["Greedy", "Window"]
 
 
-def _fits(candidate: Candidate, state: State) -> bool:
-    return candidate.feasible and (state.limit.nbytes is None or candidate.nbytes_next <= state.limit.nbytes)
+def _fits(columns: Columns, state: State) -> NDArray[np.bool_]:
+    """Which candidates are feasible and within the limit."""
+    limit = state.limit.nbytes
+    within: NDArray[np.bool_] = columns.feasible & (True if limit is None else columns.nbytes_next <= limit)
+    return within
 
 
 @dataclass(frozen=True)
@@ -23,10 +30,12 @@ class Greedy:
     name: str = "greedy"
 
     def decide(self, state: State, candidates: Sequence[Candidate]) -> Decision:
-        fitting = [c for c in candidates if _fits(c, state) and c.inputs.kl is not None]
-        if not fitting:
+        x = columns_of(candidates)
+        fitting = _fits(x, state) & ~np.isnan(x.kl)
+        if not fitting.any():
             return nearest(state, candidates)
-        best = min(fitting, key=lambda c: (c.inputs.kl or 0.0, c.action != Keep(), c.action.lossy))
+        least = np.flatnonzero(fitting & (x.kl == x.kl[fitting].min())).tolist()
+        best = min((candidates[i] for i in least), key=lambda c: (c.action != Keep(), c.action.lossy))
         return Decision(best.action, f"least expected KL ({best.inputs.kl:.3g} nats per token) that fits")
 
 
@@ -37,13 +46,14 @@ class Window:
     name: str = "window"
 
     def decide(self, state: State, candidates: Sequence[Candidate]) -> Decision:
-        keep = next(c for c in candidates if c.action == Keep())
-        if _fits(keep, state):
-            return Decision(keep.action, "it fits")
+        fitting = _fits(columns_of(candidates), state)
+        keep = next(i for i, c in enumerate(candidates) if c.action == Keep())
+        if fitting[keep]:
+            return Decision(candidates[keep].action, "it fits")
         windows = [
             c
-            for c in candidates
-            if isinstance(c.action, Evict) and c.action.scorer == "sinks_window" and _fits(c, state)
+            for c in (candidates[i] for i in np.flatnonzero(fitting).tolist())
+            if isinstance(c.action, Evict) and c.action.scorer == "sinks_window"
         ]
         if not windows:
             return nearest(state, candidates)

@@ -26,6 +26,7 @@ __all__ = [
     "Inputs",
     "Score",
     "Weights",
+    "exceeds",
     "quality_points",
     "score",
     "time_points",
@@ -139,10 +140,10 @@ def _time(x: Inputs) -> float | None:
 
 def _risk(x: Inputs) -> float:
     held = x.limit is not None and x.nbytes_next > x.limit
-    return OVERFLOW_POINTS * max(float(held), _exceeds(x.nbytes_peak, x.memory, x.error_mean, x.error_spread))
+    return OVERFLOW_POINTS * max(float(held), exceeds(x.nbytes_peak, x.memory, x.error_mean, x.error_spread))
 
 
-def _exceeds(predicted: int, memory: int | None, mean: float, spread: float) -> float:
+def exceeds(predicted: int, memory: int | None, mean: float, spread: float) -> float:
     """P(observed > memory) with ln(observed/predicted) normal; a step where predictions have not been off yet."""
     if memory is None or predicted <= 0:
         return 0.0
