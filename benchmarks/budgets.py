@@ -43,7 +43,7 @@ from lumina_cache import LuminaCache  # noqa: E402
 from lumina_cache.actions import Action, Composite, Evict, Quantize, parse_action  # noqa: E402
 from lumina_cache.apply import held_all  # noqa: E402
 from lumina_cache.backend.capabilities import Rung  # noqa: E402
-from lumina_cache.estimate import after_append, merge_equal, nbytes_allocated  # noqa: E402
+from lumina_cache.estimate import after_action, after_append, merge_equal, nbytes_allocated  # noqa: E402
 from lumina_cache.lab.compare import kl_and_agreement, percentile  # noqa: E402
 from lumina_cache.lab.evaluate.documents import DOMAINS, EvalDocument, select  # noqa: E402
 from lumina_cache.lab.evaluate.measure import Bench, _copied, hits, log_probabilities, nll, read_prompt  # noqa: E402
@@ -61,10 +61,10 @@ from lumina_cache.lab.evaluate.tasks import planted  # noqa: E402
 from lumina_cache.lab.models import LoadedModel, load_model  # noqa: E402
 from lumina_cache.pages import update_page  # noqa: E402
 from lumina_cache.policy import Inputs, Limit, State, score  # noqa: E402
-from lumina_cache.policy.candidates import rows_that_fit  # noqa: E402
-from lumina_cache.profile import default_profile  # noqa: E402
+from lumina_cache.policy.candidates import next_layers  # noqa: E402
 
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
+LEAST_USED = 0.4
 CONTEXT, CHUNK, HORIZON = 4096, 256, 256
 SCORED, TIMED = 64, 6
 RUNGS = (Rung.CACHE, Rung.HOOK)
@@ -84,10 +84,7 @@ JOINED = (
     "quant:kivi_hadamard,kbits=4,vbits=3,group=64",
     "quant:hadamard,bits=4,group=64",
 )
-SCORERS = {
-    Rung.CACHE: ("sinks_window", "keydiff", "query_bank"),
-    Rung.HOOK: ("h2o_mean", "expected_attention"),
-}
+SCORERS = {Rung.CACHE: ("sinks_window", "query_bank"), Rung.HOOK: ("h2o_mean",)}
 #: At rung hook: served by the library's own attention, and otherwise what the same codec at rung cache is.
 SERVED = ("quant:kivi_hadamard_packed,bits=4,group=64", "quant:hadamard_packed,bits=4,group=64")
 STOCK_BITS = (8, 4)
@@ -108,29 +105,57 @@ def codec(text: str) -> Quantize:
     return action
 
 
+def rows_that_fit(state: State, joined: str | None) -> int:
+    """Rows that an eviction, and a codec after it, may leave to stay within the limit; all of them where none need go."""
+    limit, held = state.limit.nbytes, max(one.rows for one in state.layers)
+    assert limit is not None
+    room = limit
+
+    def fits(rows: int) -> bool:
+        parts: list[Action] = [Evict("sinks_window", rows=rows)] if rows < held else []
+        parts += [] if joined is None else [codec(joined)]
+        layers = state.layers
+        for part in parts:
+            layers = after_action(layers, part, state.protect)
+        return nbytes_allocated(next_layers(layers, state.tokens)) <= room
+
+    if fits(held):
+        return held
+    low, high = 0, held
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def nbytes_as(state: State, text: str) -> int:
+    """Bytes of all rows in a codec, after the coming tokens."""
+    return nbytes_allocated(next_layers(after_action(state.layers, codec(text), state.protect), state.tokens))
+
+
 def solved(state: State, rung: Rung) -> Iterator[Fixed]:
     """What holds the limit of ``state`` by one action of the grid."""
     limit = state.limit.nbytes
     assert limit is not None
     held = max(one.rows for one in state.layers)
-    fits = {text: rows_that_fit(state, limit, codec(text)) >= held for text in (*CODECS, *SERVED)}
-    if rows_that_fit(state, limit, None) >= held:
+    most = {text: rows_that_fit(state, text) for text in (None, *CODECS, *SERVED)}
+    fits = {text: rows >= held for text, rows in most.items()}
+    if fits[None]:
         yield Fixed("keep", OwnAction(parse_action("keep")), rung)
     # With room for everything only what is fastest, or least harmful, is of interest.
     codecs = (
         SERVED if rung is Rung.HOOK else CODECS[:2] if limit >= nbytes_allocated(state.layers) else CODECS
     )
     for text in codecs:
-        if fits[text]:
+        # What takes far less than it may is another budget's best, unless mlx-lm's own attention reads it packed.
+        if fits[text] and (nbytes_as(state, text) >= LEAST_USED * limit or text.startswith("quant:affine,")):
             yield Fixed(text, OwnAction(codec(text)), rung)
     for joined in (None, *(text for text in JOINED if not fits[text])):
-        rows = rows_that_fit(state, limit, None if joined is None else codec(joined))
+        rows = most[joined]
         if not 0 < rows < held:
             continue
         for scorer in SCORERS[rung]:
-            figure = default_profile().evictor(scorer)
-            recent = min(32 if figure is None else figure.recent, rows // 2)
-            action: Action = Evict(scorer, rows=rows, recent=recent)
+            action: Action = Evict(scorer, rows=rows, recent=0 if scorer == "sinks_window" else rows // 4)
             if joined is not None:
                 action = Composite((action, codec(joined)))
             family = f"evict:{scorer}" + ("" if joined is None else f"+{joined}")
@@ -228,7 +253,7 @@ class Trial(Bench):
     def _steps_beside_full(self, cache: Any) -> dict[str, float]:
         """Processor seconds of decode steps, the full cache and this one taking turns: medians, and of the ratios."""
         spent: dict[str, list[float]] = {"full": [], "changed": []}
-        with _copied(self.full) as full, _copied(cache) as changed:
+        with _copied(self._at(Rung.CACHE, False)) as full, _copied(cache) as changed:
             both = (("full", full), ("changed", changed))
             for i, token in enumerate(self.task.fed[: self.plan.timed_steps]):
                 for name, one in both if i % 2 == 0 else both[::-1]:
@@ -241,7 +266,7 @@ class Trial(Bench):
 
     def step_seconds(self) -> float:
         """Processor seconds of a decode step of the full cache (median)."""
-        return self._steps_beside_full(self.full)["full"]
+        return self._steps_beside_full(self._at(Rung.CACHE, False))["full"]
 
 
 @contextmanager
