@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from .audit import LogContents
+from .brief import brief
 from .budget import format_bytes
 
 __all__ = ["describe", "log_as_json", "log_as_text"]
@@ -50,18 +51,20 @@ def describe(record: Mapping[str, Any]) -> str:
         case "decision":
             feasible = sum(c["feasible"] for c in r["candidates"])
             return (
-                f"decision {r['decision']} ({r['trigger']}): {r['chosen']}; {feasible} of {len(r['candidates'])} "
+                f"decision {r['decision']} ({r['trigger']}): {brief(r['chosen'])}; {feasible} of {len(r['candidates'])} "
                 f"candidates feasible; {r['why']}"
             )
         case "action.applied":
             before, after = r["before"]["nbytes_allocated"], r["after"]["nbytes_allocated"]
             return (
-                f"applied {r['action']} ({r['origin']}): {r['rows_before']} → {r['rows_after']} rows, "
+                f"applied {brief(r['action'])} ({r['origin']}): {r['rows_before']} → {r['rows_after']} rows, "
                 f"{format_bytes(before)} → {format_bytes(after)} allocated, {len(r['layers_changed'])} layers, "
                 f"{r['seconds']:.2f} s{_more(r)}"
             )
         case "action.refused":
-            return f"refused {r['action']} ({r['origin']}): " + "; ".join(x["text"] for x in r["reasons"])
+            return f"refused {brief(r['action'])} ({r['origin']}): " + "; ".join(
+                x["text"] for x in r["reasons"]
+            )
         case "session.suspended":
             return f"suspended: {format_bytes(r['nbytes'])} moved to a file, {r['seconds']:.2f} s"
         case "session.resumed":

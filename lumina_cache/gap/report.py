@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._version import __version__
 from ..audit import LogContents, read_log
+from ..brief import brief
 from ..budget import format_bytes
 from ..errors import AnalysisError
 from .decisions import DecisionGap, GapReport, gap_of_log
@@ -334,15 +335,15 @@ def _decision(gap: DecisionGap) -> list[str]:
     )
     lines = [
         head,
-        f"  best of A            {gap.best_all.score:+9.3f}  {gap.best_all.action}",
-        f"  best of F            {gap.best_feasible.score:+9.3f}  {gap.best_feasible.action}",
+        f"  best of A            {gap.best_all.score:+9.3f}  {brief(str(gap.best_all.action))}",
+        f"  best of F            {gap.best_feasible.score:+9.3f}  {brief(str(gap.best_feasible.action))}",
         f"  gap                  {gap.gap:+9.3f}  = backend {gap.backend:+.3f}, "
         f"code that is not there yet {gap.library:+.3f}",
     ]
     if gap.chosen is None:
         lines.append("  chosen                unscored")
     else:
-        lines.append(f"  policy's choice      {gap.chosen.score:+9.3f}  {gap.chosen.action}")
+        lines.append(f"  policy's choice      {gap.chosen.score:+9.3f}  {brief(str(gap.chosen.action))}")
     for cause in gap.causes:
         lines.append(f"  because               {cause}")
     for capability, gain in gap.relaxations[:3]:
