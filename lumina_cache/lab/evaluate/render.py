@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ...brief import brief
 from .plan import TESTS
 
 __all__ = ["as_markdown", "as_table"]
@@ -46,7 +47,9 @@ def as_table(result: Mapping[str, Any]) -> RenderableType:
             table.add_column(_COLUMNS[name][0], justify="right", no_wrap=True)
         for row in _measured(result, context):
             since = (row["rung"],) if several else ()
-            table.add_row(row["action"], f"{row['share16']:.1%}", *since, *(_cell(row, c) for c in columns))
+            table.add_row(
+                brief(row["action"]), f"{row['share16']:.1%}", *since, *(_cell(row, c) for c in columns)
+            )
         parts += [table, Text("")]
         if several:
             parts += [_best_table(result, context), Text("")]
@@ -81,7 +84,7 @@ def _best_rows(result: Mapping[str, Any], context: int, rungs: Sequence[str]) ->
             elif one["action"] == before:
                 cells.append("the same")
             else:
-                cells.append(f"{one['kl_mean']:.4f} {one['action']}")
+                cells.append(f"{one['kl_mean']:.4f} {brief(one['action'])}")
             before = one["action"]
         found.append((f"≤ {100 * share:g} %", cells))
     return found
@@ -106,7 +109,12 @@ def as_markdown(result: Mapping[str, Any]) -> str:
         lines.append("| --- " + "| ---: " * (len(heads) - 1) + "|")
         for row in _measured(result, context):
             since = [row["rung"]] if several else []
-            cells = [f"`{row['action']}`", f"{row['share16']:.1%}", *since, *(_cell(row, c) for c in columns)]
+            cells = [
+                f"`{brief(row['action'])}`",
+                f"{row['share16']:.1%}",
+                *since,
+                *(_cell(row, c) for c in columns),
+            ]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
         if several:
