@@ -9,7 +9,6 @@ import pytest
 from lumina_cache.errors import PageError
 from lumina_cache.gap import markdown
 from lumina_cache.lab import estimate_error
-from lumina_cache.lab.evaluate import render
 from lumina_cache.lab.simulate import validate
 from lumina_cache.pages import marks, put_between, update_page
 from lumina_cache.profile_table import PART
@@ -64,7 +63,11 @@ def test_a_file_is_changed_or_as_it_was(tmp_path: Path) -> None:
     [
         ("calibrate.md", PART),
         ("estimator.md", estimate_error.PART),
-        ("eval.md", render.PART),
+        ("eval.md", "eval"),
+        ("eval.md", "eval-4k"),
+        ("eval.md", "layers"),
+        ("hook.md", "spread"),
+        ("budgets.md", "budgets"),
         ("gap.md", markdown.PART),
         ("simulate.md", validate.PART),
     ],
