@@ -157,7 +157,7 @@ class Decider:
             weights=replace(self.weights, time=seen.price_of_time or 0.0),
             machine=None if machine is None else machine.to_record(),
         )
-        candidates: Sequence[Candidate] = self._candidates(state, backend)
+        candidates: Sequence[Candidate] = self._candidates(state, backend, against)
         if against is not None:
             candidates = tuple(
                 replace(c, reasons=c.reasons + more) if (more := against(c.action)) else c for c in candidates
@@ -188,10 +188,12 @@ class Decider:
         )
         return decision
 
-    def _candidates(self, state: State, backend: BackendProfile) -> Sequence[Candidate]:
+    def _candidates(
+        self, state: State, backend: BackendProfile, against: Callable[[Action], tuple[Reason, ...]] | None
+    ) -> Sequence[Candidate]:
         # How rows are read decides how long a step takes over them.
         profile = self.profile.where_served if backend.has(OWN_PACKED_ATTENTION) else self.profile
-        return Weighing.of(state, backend, profile).everything()
+        return Weighing.of(state, backend, profile).everything(against)
 
     def _ask(self, state: State, candidates: Sequence[Candidate]) -> Decision:
         try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lumina_cache.actions import parse_action
+from lumina_cache.actions import Plan, parse_action
 from lumina_cache.audit import AuditLog
 from lumina_cache.backend.capabilities import (
     DENSE_REENCODE,
@@ -17,9 +17,11 @@ from lumina_cache.backend.capabilities import (
     BackendProfile,
     Outcome,
 )
+from lumina_cache.backend.feasibility import Reason
 from lumina_cache.decider import Decider
 from lumina_cache.estimate import Held, merge_equal, nbytes_allocated
 from lumina_cache.policy import Adaptive, Limit, State
+from lumina_cache.policy.candidates import Weighing
 from lumina_cache.policy.partial import on_the_rest, quick, runs
 from lumina_cache.profile import default_profile
 
@@ -102,3 +104,24 @@ def test_more_of_a_prompt_is_expected_right_after_a_chunk_of_it() -> None:
     decode = state_of((layer(0),))
     assert decode.prompt_tokens == 0
     assert replace(decode, within_prompt=True).prompt_tokens == 512
+
+
+def test_plans_do_without_codecs_that_were_tried_in_vain() -> None:
+    each = tuple(layer(i) for i in range(8))
+    state = state_of(each)
+    state = replace(state, limit=Limit(3 * nbytes_allocated(each) // 4, "the budget"))
+    able = BackendProfile(
+        "cpu", "0", "0", "test", {c: Outcome(True) for c in (KEYS, VALUES, ROW_GATHER, DENSE_REENCODE)}
+    )
+
+    def plans(against: Any) -> list[str]:
+        found = Weighing.of(state, able, default_profile()).everything(against)
+        return [str(c.action) for c in found if isinstance(c.action, Plan)]
+
+    first = plans(None)
+    used = {str(part) for text in first for part in parse_action(text).distinct}  # type: ignore[attr-defined]
+    reason = Reason("outliers", "tried")
+    again = plans(lambda action: (reason,) if str(action) in used else ())
+    assert first
+    assert again
+    assert not any(name in text for name in used for text in again)

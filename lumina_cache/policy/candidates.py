@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -488,6 +488,10 @@ class _After:
         return max(self.nbytes_peak, self.nbytes_before + scoring)
 
 
+#: Reasons against an action, from what was tried before.
+Against = Callable[[Action], tuple[Reason, ...]]
+
+
 @dataclass(frozen=True)
 class Weighing:
     """A state with everything that is the same for all actions, and the actions weighed in it."""
@@ -534,13 +538,17 @@ class Weighing:
         groups, touched = grouped(state, profile), nbytes_live(state.layers)
         return cls(state, profile, facts, groups, touched, _depth(state), same, {}, {})
 
-    def everything(self) -> tuple[Candidate, ...] | Table:
-        """All candidates: those of :func:`candidates_for`, and the plans that follow from what is feasible of them."""
+    def everything(self, against: Against | None = None) -> tuple[Candidate, ...] | Table:
+        """All candidates: those of :func:`candidates_for`, and the plans that follow from what is feasible of them.
+
+        Args:
+            against: more reasons against an action than the classifier knows of; plans do without such codecs.
+        """
         state, profile, codecs = self.state, self.profile, self.profile.codec_columns
         together = codecs.built and len(codecs) > 0 and not any(one.on_disk for one in state.layers)
         if not together or not any(is_ours(one) for one in state.layers):
             found = self.candidates(candidates_for(state, profile))
-            return (*found, *self.planned(_feasible_codecs(found), _best_scorer(found)))
+            return (*found, *self.planned(_feasible_codecs(found), _best_scorer(found), against))
         columns = [column_of(group.held, codecs, state.protect) for group in self.groups]
         families = Families(
             state,
@@ -553,12 +561,16 @@ class Weighing:
             _usable(state, profile),
         )
         reclaim = self.candidates([Reclaim()])
-        plans = self.planned(families.feasible_codecs(), families.best_scorer())
+        plans = self.planned(families.feasible_codecs(), families.best_scorer(), against)
         return Table([families.part(0, 1), Part.of(reclaim), families.part(1, len(families)), Part.of(plans)])
 
-    def planned(self, feasible: Sequence[Quantize], scorer: str | None) -> tuple[Candidate, ...]:
+    def planned(
+        self, feasible: Sequence[Quantize], scorer: str | None, against: Against | None = None
+    ) -> tuple[Candidate, ...]:
         """Plans of the codecs that lose least, of those that are fast for their bytes, and of one codec for some layers."""
         state, profile = self.state, self.profile
+        if against is not None:
+            feasible = [codec for codec in feasible if not against(codec)]
         plans, swift = plans_for(state, profile, feasible, scorer), quick(state, profile, feasible)
         known = {one.plan for one in plans}
         if len(swift) < len(feasible):
