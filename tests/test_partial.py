@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from lumina_cache.actions import Plan, Quantize, parse_action, singles
 from lumina_cache.audit import AuditLog
 from lumina_cache.backend.capabilities import (
@@ -61,24 +59,24 @@ def test_where_all_layers_can_take_a_codec_or_none_can_there_is_nothing_to_offer
     assert on_the_rest(state_of((layer(0, four), layer(1, four))), [eight]) == ()  # type: ignore[list-item]
 
 
-def test_quick_codecs_get_faster_with_every_byte_more() -> None:
+def test_quick_codecs_are_within_a_tenth_of_the_fastest() -> None:
     state = state_of((layer(0), layer(1)), within_prompt=True)
     profile = default_profile()
     codecs = [one.action for one in profile.codecs]
     found = quick(state, profile, codecs)
     assert 0 < len(found) < len(codecs)
+    assert profile.prompt_seconds is not None
+    assert profile.step_seconds is not None
+    prompt, steps = 512 * profile.prompt_seconds, state.horizon * profile.step_seconds
 
-    def price(codec: Any, prompt: float, steps: float) -> float:
+    def price(codec: Any) -> float:
         figure = profile.codec(codec)
         assert figure is not None
         return prompt * figure.chunk_time_at(512) + steps * figure.time_at(512)  # type: ignore[operator]
 
-    assert profile.prompt_seconds is not None
-    assert profile.step_seconds is not None
-    weights = 512 * profile.prompt_seconds, state.horizon * profile.step_seconds
-    prices = [price(one, *weights) for one in found]
-    assert prices == sorted(prices, reverse=True)
-    assert min(prices) == pytest.approx(min(price(one, *weights) for one in codecs))
+    fastest = min(map(price, codecs))
+    assert {c for c in codecs if price(c) <= fastest * 1.0999} <= set(found)
+    assert all(price(c) <= fastest * 1.1001 for c in found)
 
 
 def test_what_is_weighed_reaches_the_layers_that_an_earlier_plan_left_dense() -> None:

@@ -571,10 +571,13 @@ class Weighing:
         state, profile = self.state, self.profile
         if against is not None:
             feasible = [codec for codec in feasible if not against(codec)]
-        plans, swift = plans_for(state, profile, feasible, scorer), quick(state, profile, feasible)
-        known = {one.plan for one in plans}
+        # Room for all that is expected of the prompt: few layers now, and few more with every chunk, end where all of them
+        # at once would not have.
+        ahead = replace(state, tokens=max(state.tokens, state.prompt_tokens))
+        plans = plans_for(ahead, profile, feasible, scorer) or plans_for(state, profile, feasible, scorer)
+        known, swift = {one.plan for one in plans}, quick(state, profile, feasible)
         if len(swift) < len(feasible):
-            plans += tuple(p for p in plans_for(state, profile, swift, None) if p.plan not in known)
+            plans += tuple(p for p in plans_for(ahead, profile, swift, None) if p.plan not in known)
         alike = len({one.layout for one in state.layers if one.changeable}) < 2
         coarser = [] if alike else [one.action for one in profile.codecs if self._only_coarser(one.action)]
         return self.candidates((p for p in on_the_rest(state, coarser) if p not in known), plans)

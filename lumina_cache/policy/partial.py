@@ -10,12 +10,16 @@ import math
 from collections.abc import Iterable, Sequence
 
 from ..actions import Plan, Quantize
-from ..estimate import Held, layout_of
+from ..estimate import Held
 from ..profile import Profile
 from .score import time_points
 from .values import State
 
 __all__ = ["coarser_already", "on_the_rest", "quick"]
+
+
+#: Points of T that make no difference: 10 % of the time, less than times measured twice differ.
+NEARLY = 1.0
 
 
 def coarser_already(held: Held, codec: Quantize) -> bool:
@@ -52,29 +56,20 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def quick(state: State, profile: Profile, feasible: Iterable[Quantize]) -> tuple[Quantize, ...]:
-    """Codecs that none with as few bytes beats in time, for plans that would otherwise be as slow as they are good."""
+    """Codecs that are nearly as fast as the fastest, for plans that would otherwise be as slow as they are good."""
     ours = next((one for one in state.layers if one.changeable and one.rows > 0), None)
     if ours is None:
         return ()
     rated = []
     for codec in feasible:
         figure = profile.codec(codec)
-        points = (
-            None
-            if figure is None
-            else _points(state, profile, figure.time_at(ours.rows), figure.chunk_time_at(ours.rows))
-        )
+        if figure is None:
+            continue
+        points = _points(state, profile, figure.time_at(ours.rows), figure.chunk_time_at(ours.rows))
         if points is not None:
-            row = layout_of(codec).row_nbytes(ours.key_width, ours.value_width, ours.itemsize)
-            rated.append((row, points, codec))
-    rated.sort(key=lambda one: one[:2])
-    found: list[Quantize] = []
-    fastest = math.inf
-    for _, points, codec in rated:
-        if points < fastest:
-            fastest = points
-            found.append(codec)
-    return tuple(found)
+            rated.append((points, codec))
+    fastest = min((points for points, _ in rated), default=math.inf)
+    return tuple(codec for points, codec in rated if points <= fastest + NEARLY)
 
 
 def _points(state: State, profile: Profile, step: float | None, chunk: float | None) -> float | None:
