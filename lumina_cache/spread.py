@@ -182,11 +182,12 @@ def spread(action: Action, layers: Sequence[Losses]) -> Plan:
     return Plan(tuple(assignments))
 
 
-#: Rows handed out at a time where no codec encodes several together.
+#: Rows handed out at a time where no codec encodes or seals several together.
 STEP = 16
 
 
 def block_of(codecs: Sequence[Action]) -> int:
-    """Rows handed out at a time: whole blocks of the codecs that follow."""
-    blocks = [layout_of(one).block for one in codecs if isinstance(one, Quantize)]
-    return max([b for b in blocks if b > 1], default=STEP)
+    """Rows handed out at a time: as many as the codecs that follow encode or seal together, so that none is left dense."""
+    layouts = [layout_of(one) for one in codecs if isinstance(one, Quantize)]
+    several = [n for one in layouts for n in (one.block, one.unit) if n > 1]
+    return max(several, default=STEP)

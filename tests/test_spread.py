@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumina_cache import LuminaCache
-from lumina_cache.actions import Plan, parse_action, singles
+from lumina_cache.actions import Evict, Plan, parse_action, singles
 from lumina_cache.errors import ActionInfeasibleError
-from lumina_cache.spread import Losses, hand_out, losses_of, spread
+from lumina_cache.spread import Losses, block_of, hand_out, losses_of, spread
 
 
 def losses(index: int, drawn: list[float], least: int = 1, row_nbytes: int = 8) -> Losses:
@@ -97,6 +97,22 @@ def test_a_spread_eviction_is_carried_out_in_no_more_bytes(tiny, codec: str) -> 
         feed(model, even, tokens(512), [128] * 4)
         even.apply(text)
         assert applied.after.nbytes_live <= even.nbytes
+
+
+@pytest.mark.parametrize(
+    ("codec", "block"),
+    [
+        ("quant:hadamard,bits=4,group=64", 32),
+        ("quant:kivi_hadamard,bits=4,group=64", 64),
+        ("quant:affine,bits=4,group=64", 16),
+    ],
+)
+def test_rows_are_handed_out_as_they_are_sealed(codec: str, block: int) -> None:
+    assert block_of([parse_action(codec)]) == block
+    layers = [losses(i, [1.0 + (i + 1) * j % 7 for j in range(512)]) for i in range(4)]
+    plan = spread(parse_action(f"evict:h2o_mean@rows=256,recent=32+{codec}"), layers)
+    rows = [part.rows for part in singles(plan) if isinstance(part, Evict)]
+    assert all(n is not None and (n - 256) % block == 0 for n in rows)
 
 
 def test_every_layer_is_named_with_its_own_rows() -> None:
