@@ -25,7 +25,7 @@ from lumina_cache.profile import default_profile
 
 LAYERS = 64
 FEWEST_ACTIONS = 250
-LIMIT_MILLISECONDS = 5.0
+LIMIT_MILLISECONDS = 8.0
 
 ABLE = BackendProfile(
     "cpu",
@@ -76,7 +76,7 @@ def _state(layers: int) -> State:
 
 
 @pytest.mark.parametrize("layers", [LAYERS, 30])
-def test_a_decision_takes_less_than_5_milliseconds_of_one_core(benchmark, layers):
+def test_a_decision_takes_less_than_8_milliseconds_of_one_core(benchmark, layers):
     log = AuditLog()
     decider = Decider(Adaptive(), None, lambda: None, log, default_profile)
     state = _state(layers)

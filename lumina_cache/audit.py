@@ -14,21 +14,32 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TextIO
+from typing import Any, TextIO, overload
 
 import structlog
 
 from .errors import LogFormatError, LuminaWarning
 
-__all__ = ["EVENTS", "SCHEMA", "AuditLog", "Field", "LogContents", "default_log_path", "read_log", "validate"]
+__all__ = [
+    "EVENTS",
+    "SCHEMA",
+    "AuditLog",
+    "Deferred",
+    "Field",
+    "LogContents",
+    "Records",
+    "default_log_path",
+    "read_log",
+    "validate",
+]
 
 #: Version of the event table. A reader refuses lines of any other.
-SCHEMA = 1
+SCHEMA = 2
 
 #: Records kept in memory per cache.
 KEPT_IN_MEMORY = 1000
@@ -182,6 +193,43 @@ _COUNTED = {
 }
 
 
+@dataclass(frozen=True)
+class Deferred:
+    """A field whose value is made when it is asked for: most records of a log in memory are never read."""
+
+    read: Callable[[], Any]  #: the value, for readers of :attr:`AuditLog.records`
+    write: Callable[[], Any]  #: what stands for it in the file
+
+
+class Records(Sequence[dict[str, Any]]):
+    """The last records, oldest first; what was deferred of one is made when it is looked at first."""
+
+    def __init__(self, records: deque[dict[str, Any]]) -> None:
+        self._records = records
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        if isinstance(index, slice):
+            return [_made(one) for one in list(self._records)[index]]
+        return _made(self._records[index])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(_made, tuple(self._records))
+
+
+def _made(record: dict[str, Any]) -> dict[str, Any]:
+    for name, value in record.items():
+        if isinstance(value, Deferred):
+            record[name] = value.read()  # the same keys: the dictionary may be walked meanwhile
+    return record
+
+
 class AuditLog:
     """Writes one cache's records to a file and keeps the last :data:`KEPT_IN_MEMORY` of them.
 
@@ -194,7 +242,7 @@ class AuditLog:
 
     def __init__(self, target: str | os.PathLike[str] | bool | None = None) -> None:
         self.cache_id = secrets.token_hex(4)
-        self.records: deque[dict[str, Any]] = deque(maxlen=KEPT_IN_MEMORY)
+        self._records: deque[dict[str, Any]] = deque(maxlen=KEPT_IN_MEMORY)
         self.path: Path | None = None
         self._totals = {
             "steps_total": 0,
@@ -237,6 +285,11 @@ class AuditLog:
         self._disk_written = (self._disk_written or 0) + nbytes
 
     @property
+    def records(self) -> Records:
+        """The last :data:`KEPT_IN_MEMORY` records, as :func:`read_log` would give them."""
+        return Records(self._records)
+
+    @property
     def totals(self) -> Mapping[str, int]:
         return MappingProxyType(self._totals)
 
@@ -258,7 +311,7 @@ class AuditLog:
         total = _COUNTED.get(event)
         if total is not None:
             self._totals[total] += 1
-        self.records.append(record)
+        self._records.append(record)
         if self._logger is not None:
             try:
                 self._logger.info(**record)
@@ -319,12 +372,12 @@ def _logger(file: TextIO) -> Any:
 
 
 def _to_json(record: Mapping[str, Any], **_: Any) -> str:
-    return json.dumps(record, allow_nan=False, separators=(",", ":"), default=_plain)
+    return json.dumps(record, allow_nan=False, separators=(",", ":"), default=_written)
 
 
-def _plain(value: Any) -> Any:
-    """Lists that are made when they are read, and everything else as text."""
-    return list(value) if isinstance(value, Sequence) else str(value)
+def _written(value: Any) -> Any:
+    """What is written for a value that JSON has no form of."""
+    return value.write() if isinstance(value, Deferred) else str(value)
 
 
 @dataclass(frozen=True)
@@ -357,14 +410,28 @@ def validate(record: Any) -> dict[str, Any]:
         if name not in record:
             raise LogFormatError(f"{event}: field {name!r} is missing ({field.meaning})")
         value = record[name]
-        if isinstance(value, Sequence) and not isinstance(value, str):
-            value = list(value)
         if not isinstance(value, field.types) or (isinstance(value, bool) and bool not in field.types):
             expected = " or ".join("null" if t is type(None) else t.__name__ for t in field.types)
             raise LogFormatError(
                 f"{event}: field {name!r} is {value!r}; expected {expected} ({field.meaning})"
             )
     return record
+
+
+def _unpacked(record: Any) -> Any:
+    """A record of this schema with its candidates as a list, however they were written.
+
+    Raises:
+        LogFormatError: they cannot be read.
+    """
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+        return record
+    candidates, state = record.get("candidates"), record.get("state")
+    if not isinstance(candidates, dict) or not isinstance(state, dict):
+        return record
+    from .policy.record import unpack  # scoring needs the rest of the library; most logs of mere steps do not
+
+    return {**record, "candidates": unpack(candidates, state.get("weights", {}))}
 
 
 def read_log(path: str | os.PathLike[str]) -> LogContents:
@@ -380,7 +447,7 @@ def read_log(path: str | os.PathLike[str]) -> LogContents:
         with open(path, encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, 1):
                 try:
-                    record = validate(json.loads(line))
+                    record = validate(_unpacked(json.loads(line)))
                 except json.JSONDecodeError as error:
                     cut = "" if line.endswith("\n") else " (the line was cut short)"
                     problems.append(f"line {number}: not JSON: {error.msg}{cut}")

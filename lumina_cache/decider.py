@@ -11,7 +11,7 @@ from typing import Any
 
 from .actions import ACTION_SPACE_VERSION, Action, Keep
 from .agree import Stance
-from .audit import AuditLog
+from .audit import AuditLog, Deferred
 from .backend.capabilities import OWN_PACKED_ATTENTION, BackendProfile
 from .backend.feasibility import Reason
 from .policy import (
@@ -26,7 +26,7 @@ from .policy import (
 )
 from .policy.candidates import Weighing
 from .policy.expected import Lost
-from .policy.record import CandidateRecords
+from .policy.record import pack
 from .policy.table import position_of
 from .profile import Profile
 from .telemetry import Snapshot
@@ -179,7 +179,7 @@ class Decider:
             decision=self.number,
             trigger=trigger,
             state=state.to_record(),
-            candidates=CandidateRecords(candidates),
+            candidates=Deferred(lambda: [c.to_record() for c in candidates], lambda: pack(candidates)),
             action_space=ACTION_SPACE_VERSION,
             profile=self.profile.name,
             chosen=str(decision.action),

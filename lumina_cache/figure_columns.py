@@ -43,18 +43,17 @@ class Curves:
 
     def at(self, which: Array, where: Array) -> Array:
         """Curve ``which`` at ``where``, elementwise; NaN for a curve without points."""
-        x, y, last = self.x[which], self.y[which], self.n[which] - 1
-        upper = np.clip((x < where[..., None]).sum(-1), 1, np.maximum(last, 1))[..., None]
-        upper = np.minimum(upper, x.shape[-1] - 1)
+        x, y, last = self.x, self.y, np.maximum(self.n[which] - 1, 0)
+        upper = np.minimum(np.maximum((x[which] < where[..., None]).sum(-1), 1), last)
         lower = np.maximum(upper - 1, 0)
-        x0, y0, x1, y1 = (np.take_along_axis(a, i, -1)[..., 0] for i in (lower, upper) for a in (x, y))
+        x0, y0, x1, y1 = x[which, lower], y[which, lower], x[which, upper], y[which, upper]
         with np.errstate(invalid="ignore", divide="ignore"):
             inside = y0 + (y1 - y0) * (where - x0) / (x1 - x0)
-        first, final = y[..., 0], np.take_along_axis(y, np.maximum(last, 0)[..., None], -1)[..., 0]
+        first = y[which, 0]
         if self.beyond:
             return np.where(last == 0, first, inside)
-        final_x = np.take_along_axis(x, np.maximum(last, 0)[..., None], -1)[..., 0]
-        return np.where((last <= 0) | (where <= x[..., 0]), first, np.where(where >= final_x, final, inside))
+        below, above = where <= x[which, 0], where >= x[which, last]
+        return np.where((last == 0) | below, first, np.where(above, y[which, last], inside))
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +12,7 @@ import pytest
 from figures import ABLE, FIGURES, able, dense_layers, state_of
 from harness import feed, held_of, quiet, smallest, tokens
 
-from lumina_cache import LuminaCache, parse_action
+from lumina_cache import LuminaCache, parse_action, read_log
 from lumina_cache.actions import Evict, Keep, Quantize, singles
 from lumina_cache.backend.capabilities import KEYS, ROW_CHOICE, ROW_GATHER, VALUES, BackendProfile
 from lumina_cache.backend.feasibility import Reason
@@ -380,9 +380,8 @@ def test_a_users_mistakes_are_logged_and_everything_is_kept(tiny: Any, policy: P
 # -- a decision is its log line -----------------------------------------------------------------------------------------
 
 
-def reread(record: dict[str, Any]) -> tuple[State, tuple[Candidate, ...]]:
+def reread(line: dict[str, Any]) -> tuple[State, tuple[Candidate, ...]]:
     """The state as far as policies read it, and the candidates, from a line of the log alone."""
-    line = json.loads(json.dumps(record, default=list))
     state, weights = line["state"], Weights(**line["state"]["weights"])
     candidates = []
     for one in line["candidates"]:
@@ -399,13 +398,16 @@ def reread(record: dict[str, Any]) -> tuple[State, tuple[Candidate, ...]]:
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("model_name", ["llama", "gemma3", "gpt_oss"])
 def test_every_decision_of_a_run_can_be_made_again_from_its_log_line(
-    tiny: Any, name: str, model_name: str
+    tiny: Any, name: str, model_name: str, tmp_path: Path
 ) -> None:
-    model = tiny(model_name)
-    cache = quiet(model, budget=int(1.1 * smallest(model)), policy=name)
+    model, path = tiny(model_name), tmp_path / "run.jsonl"
+    cache = quiet(model, budget=int(1.1 * smallest(model)), policy=name, log=path)
     feed(model, cache, tokens(1200), [150, 1, 1, 300, 1, *[50] * 14, *[1] * 40])
-    decisions = [r for r in cache.log.records if r["event"] == "decision"]
+    written = read_log(path)
+    assert written.problems == ()
+    decisions = written.of("decision")
     assert len(decisions) >= 2
+    assert list(decisions) == [r for r in cache.log.records if r["event"] == "decision"]
     for record in decisions:
         state, candidates = reread(record)
         decision = POLICIES[name]().decide(state, candidates)

@@ -34,6 +34,7 @@ from ..estimate import (
 )
 from ..evolve import evolve
 from ..profile import CodecFigure, EvictionFigure, Profile
+from ..rows import Pinned
 from .columns import ALL_ROWS, Column, column_of
 from .expected import Expected, Lost, Stored, evicted, is_ours, lost_by, own_seconds, stored
 from .families import Families
@@ -118,8 +119,9 @@ def joined(state: State, profile: Profile, columns: Sequence[Column]) -> list[tu
     codecs = np.array([-1, *_worth_joining(state, profile, columns)], np.int64)
     now = [one for column in columns for one in (column.held.layout.unit, column.held.layout.block)]
     rows = rows_within(columns, limit, codecs, {*profile.codec_columns.units, *now}, state.tokens)
-    even = [(place, _even(state, most)) for place, most in zip(codecs.tolist(), rows.tolist(), strict=True)]
-    return [(place, most) for place, most in even if 0 < most < held]
+    layers = uneven(state.layers)
+    even = [_even(layers, most, state.protect) for most in rows.tolist()]
+    return [(place, most) for place, most in zip(codecs.tolist(), even, strict=True) if 0 < most < held]
 
 
 def _worth_joining(state: State, profile: Profile, columns: Sequence[Column]) -> list[int]:
@@ -150,11 +152,14 @@ def _worth_joining(state: State, profile: Profile, columns: Sequence[Column]) ->
     return [int(place) for place in places[~(beats & other).any(0)]]
 
 
-def _even(state: State, rows: int) -> int:
-    """As many rows or a few less, so that an eviction leaves every layer with the same number, if there is one."""
-    layers = uneven(state.layers)
+def _even(layers: tuple[Held, ...], rows: int, protect: Pinned) -> int:
+    """As many rows or a few less, so that an eviction leaves every layer with the same number, if there is one.
+
+    Args:
+        layers: those that may be left with different numbers of rows.
+    """
     for _ in range(4 if layers else 0):
-        left = rows_left(layers, Evict("sinks_window", rows=max(1, rows)), state.protect)
+        left = rows_left(layers, Evict("sinks_window", rows=max(1, rows)), protect)
         if len(left) < 2 or min(left) >= rows:
             break
         rows = min(left)
@@ -215,9 +220,9 @@ def plans_for(
         depth,
         state.limit.nbytes - nbytes_allocated(next_layers(others, state.tokens)),
     )
-    found = []
+    found, layers = [], uneven(state.layers)
     for share in PLAN_SHARES:
-        rows = _even(state, round(share * offset))
+        rows = _even(layers, round(share * offset), state.protect)
         if share < 1.0 and (eviction is None or not 0 < rows < held):
             continue
         planned = planner.plan(None if share == 1.0 or eviction is None else _evict(eviction, rows))

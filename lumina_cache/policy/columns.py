@@ -149,7 +149,7 @@ class _Rows:
         By the arithmetic of ``estimate.kept_of``.
         """
         held, block = self.held, self.held.layout.block
-        kept = np.clip(rows, 1, held.rows)
+        kept = np.minimum(np.maximum(rows, 1), held.rows)
         if held.head == 0 and held.tail == 0 and block == 1:
             return kept != held.rows, np.zeros_like(kept), kept
         room, most = np.maximum(kept - held.head, 0), held.tail
@@ -185,7 +185,7 @@ class _Rows:
         sealed, tail = np.where(coded, new_sealed, sealed), np.where(coded, new_tail, tail)
         for n in (tokens, 1):
             if n:
-                first = np.where(left == head, np.clip(sinks - head, 0, n), 0)
+                first = np.where(left == head, np.minimum(np.maximum(sinks - head, 0), n), 0)
                 head, tail, left = head + first, tail + (n - first), left + n
                 more = _sealable(tail, unit, residual)
                 capacity = _grown(sealed, capacity, more)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -309,39 +309,46 @@ class Families:
 
     # -- candidates -------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _lists(self) -> dict[str, list[Any]]:
+        """The columns as lists of Python's own numbers."""
+        stored, columns = self.stored, self.columns
+        whole = {"peak": self.peak, "feasible": columns.feasible, "next": self.next, "own": self.own}
+        broken = {"kl": self.kl, "p95": self.p95, "lost_kl": stored.lost_kl, "lost_p95": stored.lost_p95}
+        broken |= {"time_ratio": self.time_ratio, "prompt_ratio": self.prompt_ratio}
+        broken |= {"Q": self.quality, "T": columns.time, "R": self.risk, "total": columns.total}
+        return {name: one.tolist() for name, one in whole.items()} | {
+            name: _or_none(one) for name, one in broken.items()
+        }
+
     def action(self, i: int) -> Action:
         family, scorer = int(self.family[i]), int(self.scorer[i])
-        codec = self.of_codecs.actions[self.codecs[family]] if self.codecs[family] >= 0 else None
+        place, rows = int(self.codecs[family]), int(self.rows[family])
+        codec = self.of_codecs.actions[place] if place >= 0 else None
         if scorer < 0:
             return Keep() if codec is None else codec
-        rows = int(self.rows[family])
-        recent = min(int(self.of_scorers.recent[scorer]), rows // 2)
-        eviction = Evict(self.of_scorers.scorers[scorer], rows=rows, recent=recent)
+        figure = self.profile.evictors[scorer]
+        eviction = Evict(figure.scorer, rows=rows, recent=min(figure.recent, rows // 2))
         return eviction if codec is None else Composite((eviction, codec))
 
     def candidate(self, i: int) -> Candidate:
-        action, family = self.action(i), int(self.family[i])
-        reasons = () if self.columns.feasible[i] else reasons_against(action, self.facts)
+        x, family = self._lists, int(self.family[i])
+        action = self.action(i)
+        reasons = () if x["feasible"][i] else reasons_against(action, self.facts)
         inputs = evolve(
             self.same,
-            nbytes_next=int(self.next[family]),
-            nbytes_peak=int(self.peak[i]),
-            kl=_number(self.kl[i]),
-            p95=_number(self.p95[i]),
-            lost_kl=_number(self.stored.lost_kl[family]),
-            lost_p95=_number(self.stored.lost_p95[family]),
+            nbytes_next=x["next"][family],
+            nbytes_peak=x["peak"][i],
+            kl=x["kl"][i],
+            p95=x["p95"][i],
+            lost_kl=x["lost_kl"][family],
+            lost_p95=x["lost_p95"][family],
             source=self.source(i),
-            time_ratio=_number(self.time_ratio[i]),
-            prompt_ratio=_number(self.prompt_ratio[i]),
-            own_seconds=self.own_kinds[self.own[family]],
+            time_ratio=x["time_ratio"][i],
+            prompt_ratio=x["prompt_ratio"][i],
+            own_seconds=self.own_kinds[x["own"][family]],
         )
-        score = Score(
-            _number(self.quality[i]),
-            _number(self.columns.time[i]),
-            float(self.risk[i]),
-            _number(self.columns.total[i]),
-        )
-        return Candidate(action, reasons, inputs, score)
+        return Candidate(action, reasons, inputs, Score(x["Q"][i], x["T"][i], x["R"][i], x["total"][i]))
 
     def source(self, i: int) -> str:
         if self.unfigured[i]:
@@ -381,8 +388,12 @@ def _sum(columns: Any) -> Array:
     return first
 
 
-def _number(x: Any) -> float | None:
-    return None if math.isnan(x) else float(x)
+def _or_none(column: Array) -> list[float | None]:
+    """NaN as None."""
+    found: list[float | None] = column.tolist()
+    for i in np.flatnonzero(np.isnan(column)).tolist():
+        found[i] = None
+    return found
 
 
 def _any_lane(lanes: Sequence[Held], codecs: CodecColumns) -> Array:

@@ -96,7 +96,7 @@ def _within_segment(over: Over, at_ends: Array, lowest: int, highest: int, lengt
     step = np.maximum(1, (at_ends[:, 0] - at_ends[:, 1]) // windows)
     guess, tries = -(at_ends[:, 0] // -step), 0
     while (which := np.flatnonzero(some - none > 1)).size:
-        k = np.clip(guess[which], none[which] + 1, some[which] - 1)
+        k = np.minimum(np.maximum(guess[which], none[which] + 1), some[which] - 1)
         best, excess = look(k, which)
         fits = best > 0
         found[which] = np.where(fits, best, found[which])

@@ -8,6 +8,7 @@ table. Each is what :func:`~lumina_cache.policy.candidates.weigh` makes of its a
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -95,7 +96,7 @@ class Table(Sequence[Candidate]):
         if not 0 <= index < self._length:
             raise IndexError("candidate index out of range")
         if index not in self._made:
-            which = np.searchsorted(self._starts, index, side="right") - 1
+            which = bisect_right(self._starts, index) - 1
             self._made[index] = self.parts[which].make(index - self._starts[which])
         return self._made[index]
 
