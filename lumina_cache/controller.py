@@ -621,7 +621,7 @@ class Controller:
                 self._warn("ranks_apart", settled.why)
             elif settled.action != Keep():
                 with suppress(Exception):  # it is in the log, and the ranks meet before the next step
-                    applied = self._execute(steps, settled.action, "policy", decider.number)
+                    applied = self._execute(steps, settled.action, "policy", decider.number, guarded=True)
                     decider.done(applied.observed_peak)
             if settled.stance.limit is not None:
                 self._after_step = self._predicted(steps, tokens)
@@ -715,8 +715,19 @@ class Controller:
         """Figures measured on this model and machine, or the library's own, borrowed."""
         return profile_for(self.models[0])
 
-    def _execute(self, steps: StepTracker, action: Action, origin: str, decision: int | None) -> Applied:
+    def _execute(
+        self,
+        steps: StepTracker,
+        action: Action,
+        origin: str,
+        decision: int | None,
+        *,
+        guarded: bool = False,
+    ) -> Applied:
         """Carry out ``action`` and write down what happened, also when it failed.
+
+        Args:
+            guarded: the outlier guard has let the policy's choice pass already.
 
         Raises whatever :func:`~lumina_cache.apply.execute` does.
         """
@@ -726,7 +737,8 @@ class Controller:
                 guard = self._guard_of(steps)
                 if origin == "policy" and guard is not None:
                     # More bits than were weighed would take more bytes than there are: better to choose again.
-                    self._require_as_weighed(steps, action, guard)
+                    if not guarded:
+                        self._require_as_weighed(steps, action, guard)
                     guard = None
                 applied = execute(
                     self._objects(steps), action, pinned=self.protect, disk=self.disk, guard=guard

@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import numpy as np
 import pytest
+from harness import feed, quiet, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lumina_cache import LuminaCache
+from lumina_cache import LuminaCache, controller
 from lumina_cache.actions import Evict, Keep, Reclaim
 from lumina_cache.agree import CHUNK_TOKENS, Agreement, Stance, agreement, decode, encode, tightest
 from lumina_cache.errors import (
@@ -334,6 +335,27 @@ def test_a_copy_stands_where_the_original_stood_and_goes_its_own_way() -> None:
 
 
 # -- two processes --------------------------------------------------------------------------------------------------------
+
+
+def test_the_outlier_guard_looks_at_the_rows_of_what_ranks_choose_once(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Alike:
+        rank, size = 0, 2
+
+        def gather(self, row: Any) -> Any:
+            return np.stack([row, row])
+
+    looked: list[str] = []
+    once = controller.first_guarded
+    monkeypatch.setattr(controller, "first_guarded", lambda *args: looked.append(str(args[1])) or once(*args))
+    model = tiny("llama")
+    cache = quiet(model, budget=300_000)
+    cache._control.ranks = Agreement(Alike())
+    feed(model, cache, tokens(600), [100] * 6)
+    applied = [r["action"] for r in cache.log.records if r["event"] == "action.applied"]
+    assert any("quant" in action for action in applied)
+    assert looked == applied
 
 
 def launch(scenario: str, directory: Path, seconds: float = 120) -> list[list[dict[str, Any]]]:
