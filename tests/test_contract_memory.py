@@ -87,7 +87,7 @@ def test_old_buffers_are_gone_after_an_action(tiny: Any, tmp_path: Path, name: s
 TRANSIENTS = {
     "evict:sinks_window@0.90": 0.05,
     "evict:keydiff@0.90": 0.7,
-    "evict:leverage@0.90": 0.5,
+    "evict:leverage@0.90": 0.6,
     "evict:lagkv@0.90": 1.2,
     "quant:affine,bits=8,group=32": 0.05,
     "quant:affine,bits=4,group=32": 0.05,

@@ -328,7 +328,7 @@ def test_answers_without_a_chip_are_counted_when_a_chip_is_asked_for(database, t
 
 def test_kl_of_an_evaluation_is_the_mean_over_its_documents(database):
     record = json.loads((Path(__file__).parents[1] / "docs/data/eval-smollm2-1k.json").read_text("utf-8"))
-    action = "quant:affine,bits=4,group=64"
+    action = "quant:hadamard,bits=4,group=64"
     of = [r["T1"]["kl_mean"] for r in record["records"] if r.get("action") == action]
     (one,) = database.query(Selection(kind="eval", action=action))
     assert one.real.documents == len(of)

