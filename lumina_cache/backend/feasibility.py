@@ -15,7 +15,7 @@ from ..estimate import LANE_KINDS, Held, applies, rows_left, transient_of_action
 from ..rows import Pinned
 from .capabilities import RAGGED_LAYERS, BackendProfile, Capability
 
-__all__ = ["Facts", "Reason", "Verdict", "classify", "facts_of", "reasons_against"]
+__all__ = ["Facts", "Reason", "Verdict", "classify", "facts_of", "numbered", "reasons_against"]
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,10 @@ from collections.abc import Iterable, Sequence
 from ..actions import Plan, Quantize
 from ..estimate import Held
 from ..profile import Profile
-from .score import time_points
+from .score import time_of
 from .values import State
 
 __all__ = ["coarser_already", "on_the_rest", "quick"]
-
 
 #: Points of T that make no difference: 10 % of the time, less than times measured twice differ.
 NEARLY = 1.0
@@ -65,19 +64,14 @@ def quick(state: State, profile: Profile, feasible: Iterable[Quantize]) -> tuple
         figure = profile.codec(codec)
         if figure is None:
             continue
-        points = _points(state, profile, figure.time_at(ours.rows), figure.chunk_time_at(ours.rows))
+        points = time_of(
+            figure.time_at(ours.rows),
+            figure.chunk_time_at(ours.rows),
+            step_seconds=profile.step_seconds,
+            horizon=state.horizon,
+            prompt_seconds=state.prompt_tokens * (profile.prompt_seconds or 0.0),
+        )
         if points is not None:
             rated.append((points, codec))
     fastest = min((points for points, _ in rated), default=math.inf)
     return tuple(codec for points, codec in rated if points <= fastest + NEARLY)
-
-
-def _points(state: State, profile: Profile, step: float | None, chunk: float | None) -> float | None:
-    """T of the horizon's steps and the expected rest of the prompt, over those of dense rows."""
-    if step is None or profile.step_seconds is None:
-        return None
-    dense, t = state.horizon * profile.step_seconds, state.horizon * profile.step_seconds * step
-    if state.prompt_tokens and profile.prompt_seconds is not None and chunk is not None:
-        dense += state.prompt_tokens * profile.prompt_seconds
-        t += state.prompt_tokens * profile.prompt_seconds * chunk
-    return float(time_points(t / dense))

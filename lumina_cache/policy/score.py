@@ -29,6 +29,7 @@ __all__ = [
     "exceeds",
     "quality_points",
     "score",
+    "time_of",
     "time_points",
 ]
 
@@ -126,16 +127,42 @@ def _quality(x: Inputs) -> float | None:
 
 
 def _time(x: Inputs) -> float | None:
-    if x.time_ratio is None:
+    return time_of(
+        x.time_ratio,
+        x.prompt_ratio,
+        step_seconds=x.step_seconds,
+        horizon=x.horizon,
+        prompt_seconds=x.prompt_tokens * (x.prompt_seconds or 0.0),
+        own_seconds=x.own_seconds or 0.0,
+    )
+
+
+def time_of(
+    step: float | None,
+    chunk: float | None,
+    *,
+    step_seconds: float | None,
+    horizon: int,
+    prompt_seconds: float = 0.0,
+    own_seconds: float = 0.0,
+) -> float | None:
+    """T in points; None where a ratio that counts is unknown.
+
+    Args:
+        step, chunk: ratios of the times of a decode step and of a prompt's chunk to those over dense, full rows.
+        step_seconds: of one dense step; without it the ratio of steps is all there is.
+        prompt_seconds: of all that is expected of the prompt, over dense rows.
+        own_seconds: of carrying the action out.
+    """
+    if step is None:
         return None
-    if not x.step_seconds:
-        return float(time_points(x.time_ratio))
-    prompt = x.prompt_tokens * (x.prompt_seconds or 0.0)
-    if prompt and x.prompt_ratio is None:
+    if not step_seconds:
+        return float(time_points(step))
+    if prompt_seconds and chunk is None:
         return None
-    steps = x.step_seconds * max(1, x.horizon)
-    seconds = (x.own_seconds or 0.0) + prompt * (x.prompt_ratio or 0.0) + steps * x.time_ratio
-    return float(time_points(seconds / (prompt + steps)))
+    steps = step_seconds * max(1, horizon)
+    seconds = own_seconds + prompt_seconds * (chunk or 0.0) + steps * step
+    return float(time_points(seconds / (prompt_seconds + steps)))
 
 
 def _risk(x: Inputs) -> float:
