@@ -50,6 +50,7 @@ __all__ = [
     "Reserve",
     "action_space",
     "evicts",
+    "in_ranges",
     "parse_action",
     "singles",
 ]
@@ -413,6 +414,21 @@ class Plan(Action):
 
     def __str__(self) -> str:
         return ";".join(f"{_range_text(layers)}:{action}" for layers, action in self.assignments)
+
+
+def in_ranges(chosen: Iterable[tuple[int, Action]]) -> tuple[tuple[tuple[int, int], Action], ...]:
+    """A plan's assignments: runs of neighbouring layers with the same action; layers that are kept need no name.
+
+    Args:
+        chosen: (number of a layer, its action), ascending.
+    """
+    runs: list[tuple[int, int, Action]] = []
+    for index, action in chosen:
+        if runs and runs[-1][1] == index - 1 and (runs[-1][2] is action or runs[-1][2] == action):
+            runs[-1] = (runs[-1][0], index, action)
+        elif not isinstance(action, Keep):
+            runs.append((index, index, action))
+    return tuple(((first, last), action) for first, last, action in runs)
 
 
 def singles(action: Action) -> tuple[Action, ...]:

@@ -24,7 +24,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from .actions import Action, Composite, Evict, Plan, Quantize
+from .actions import Action, Composite, Evict, Plan, Quantize, in_ranges
 from .apply import held
 from .errors import ActionInfeasibleError
 from .estimate import dense_row_nbytes, layout_of
@@ -171,15 +171,11 @@ def spread(action: Action, layers: Sequence[Losses]) -> Plan:
         )
     rows = max((evict.rows_kept(one.rows) for one in layers), default=0)
     given = hand_out(layers, rows, block_of(rest))
-    assignments: list[tuple[tuple[int, int], Action]] = []
+    chosen: list[tuple[int, Action]] = []
     for one, n in zip(layers, given, strict=True):
         first: Action = replace(evict, rows=n, ratio=None)
-        own = first if not rest else Composite((first, *rest))
-        if assignments and assignments[-1][1] == own and assignments[-1][0][1] == one.index - 1:
-            assignments[-1] = ((assignments[-1][0][0], one.index), own)
-        else:
-            assignments.append(((one.index, one.index), own))
-    return Plan(tuple(assignments))
+        chosen.append((one.index, first if not rest else Composite((first, *rest))))
+    return Plan(in_ranges(chosen))
 
 
 #: Rows handed out at a time where no codec encodes or seals several together.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lumina_cache.actions import Plan, Quantize, parse_action, singles
+from lumina_cache.actions import Plan, Quantize, in_ranges, parse_action, singles
 from lumina_cache.audit import AuditLog
 from lumina_cache.backend.capabilities import (
     DENSE_REENCODE,
@@ -20,7 +20,7 @@ from lumina_cache.decider import Decider
 from lumina_cache.estimate import Held, merge_equal, nbytes_allocated
 from lumina_cache.policy import Adaptive, Limit, State
 from lumina_cache.policy.candidates import Weighing
-from lumina_cache.policy.partial import on_the_rest, quick, runs
+from lumina_cache.policy.partial import on_the_rest, quick
 from lumina_cache.profile import default_profile
 
 
@@ -37,8 +37,10 @@ def state_of(each: tuple[Held, ...], **more: Any) -> State:
 
 
 def test_neighbours_make_one_range() -> None:
-    assert runs([0, 1, 2, 5, 7, 8]) == [(0, 2), (5, 5), (7, 8)]
-    assert runs([]) == []
+    eight = parse_action("quant:affine_fetch,bits=8,group=64")
+    found = in_ranges((i, eight) for i in [0, 1, 2, 5, 7, 8])
+    assert found == (((0, 2), eight), ((5, 5), eight), ((7, 8), eight))
+    assert in_ranges([]) == ()
 
 
 def test_a_codec_is_offered_to_the_layers_that_are_not_as_coarse_already() -> None:

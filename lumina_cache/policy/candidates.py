@@ -11,7 +11,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from ..actions import Action, Composite, Evict, Keep, Plan, Quantize, Reclaim, singles
+from ..actions import Action, Composite, Evict, Keep, Plan, Quantize, Reclaim, in_ranges, singles
 from ..allocate import Option, allocate, allocate_alike, lower_hull
 from ..backend.capabilities import BackendProfile
 from ..backend.feasibility import Facts, Reason, facts_of, numbered, reasons_against
@@ -374,7 +374,9 @@ class _Planner:
         actions = {key: same.setdefault(one.action, one.action) for key, one in done.items()}
         if len(same) < 2:
             return None  # the same for all: that is among the other candidates
-        plan = Plan(_ranges([(unit[0], actions[key]) for unit, key in zip(self.units, chosen, strict=True)]))
+        plan = Plan(
+            in_ranges([(unit[0], actions[key]) for unit, key in zip(self.units, chosen, strict=True)])
+        )
         return PlannedLayers(
             plan, self._groups(chosen, done), self._peak(chosen, done), self._lost(done, chosen)
         )
@@ -447,17 +449,6 @@ class _Planner:
             for before, after, beside in caches:
                 most = max(most, max(first - before, last - after) + before + beside)
         return most
-
-
-def _ranges(chosen: Iterable[tuple[int, Action]]) -> tuple[tuple[tuple[int, int], Action], ...]:
-    """Runs of neighbouring layers with the same action (the same object); layers that are kept as they are need no name."""
-    runs: list[tuple[int, int, Action]] = []
-    for index, action in chosen:
-        if runs and runs[-1][1] == index - 1 and runs[-1][2] is action:
-            runs[-1] = (runs[-1][0], index, action)
-        elif not isinstance(action, Keep):
-            runs.append((index, index, action))
-    return tuple(((first, last), action) for first, last, action in runs)
 
 
 # -- weighing -------------------------------------------------------------------------------------------------------

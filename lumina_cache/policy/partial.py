@@ -7,9 +7,9 @@ more. What is meant then is a plan that leaves those layers alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from ..actions import Plan, Quantize
+from ..actions import Plan, Quantize, in_ranges
 from ..estimate import Held
 from ..profile import Profile
 from .score import time_of
@@ -39,19 +39,8 @@ def on_the_rest(state: State, codecs: Iterable[Quantize]) -> tuple[Plan, ...]:
     for codec in codecs:
         able = [i for i, unit in sorted(layers.items()) if not any(coarser_already(o, codec) for o in unit)]
         if 0 < len(able) < len(layers):
-            found.append(Plan(tuple((run, codec) for run in runs(able))))
+            found.append(Plan(in_ranges((i, codec) for i in able)))
     return tuple(found)
-
-
-def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending numbers as ranges (first, last) of neighbours."""
-    found: list[tuple[int, int]] = []
-    for number in numbers:
-        if found and found[-1][1] == number - 1:
-            found[-1] = (found[-1][0], number)
-        else:
-            found.append((number, number))
-    return found
 
 
 def quick(state: State, profile: Profile, feasible: Iterable[Quantize]) -> tuple[Quantize, ...]:
