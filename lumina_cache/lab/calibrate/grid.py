@@ -41,6 +41,9 @@ _ONLY: dict[str, tuple[int, ...]] = dict.fromkeys(
 _GROUPS: dict[str, tuple[int, ...]] = dict.fromkeys(("kivi", "kivi_hadamard"), (32, 64))
 _USUAL_GROUPS = (64, 32)
 
+#: Codecs that are measured in larger groups as well: (codec, key bits, value bits, group).
+_ALSO = (("kivi_hadamard", 4, 4, 64), ("kivi_hadamard", 4, 3, 64), ("kivi_hadamard", 3, 3, 64))
+
 _QUICK_CODECS = (("hadamard", 4), ("affine", 4), ("kivi", 2), ("hadamard", 3), ("affine", 8))
 _QUICK_SCORERS = ("sinks_window", "keydiff")
 
@@ -134,6 +137,10 @@ def _codecs(shape: ModelShape, settings: Settings) -> Iterator[Quantize]:
         action = _fitting(name, keys, values, shape)
         if action is not None:
             yield action
+    for name, keys, values, group in () if settings.quick else _ALSO:
+        action = Quantize(name, keys, values, group)
+        if _fits(action, shape):
+            yield action
 
 
 def _bits_of(name: str) -> tuple[int, ...]:
@@ -146,9 +153,14 @@ def _fitting(name: str, keys: int, values: int, shape: ModelShape) -> Quantize |
     usual = [g for g in _GROUPS.get(name, _USUAL_GROUPS) if g in method.groups]
     for group in usual or method.groups:
         action = Quantize(name, keys, values, group)
-        if action.layout is not None and all(action.layout.why_not(k, v) is None for k, v in shape.head_dims):
+        if _fits(action, shape):
             return action
     return None
+
+
+def _fits(action: Quantize, shape: ModelShape) -> bool:
+    layout = action.layout
+    return layout is not None and all(layout.why_not(k, v) is None for k, v in shape.head_dims)
 
 
 def _evictions(settings: Settings) -> Iterator[Evict]:
