@@ -698,6 +698,7 @@ class Controller:
             budget=self.budget,
             limit=limit,
             horizon=DEFAULT_HORIZON if remaining is None else max(1, remaining),
+            remaining=None if remaining is None else max(0, remaining),
             # Without a budget nobody has agreed to lose rows: tokens can be taken back at any time.
             rows_must_stay=self.speculative or self.budget is None,
             protect=self.protect,

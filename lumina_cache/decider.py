@@ -193,7 +193,7 @@ class Decider:
     ) -> Sequence[Candidate]:
         # How rows are read decides how long a step takes over them.
         profile = self.profile.where_served if backend.has(OWN_PACKED_ATTENTION) else self.profile
-        return Weighing.of(state, backend, profile).everything(against)
+        return Weighing.of(state, backend, profile, against).everything()
 
     def _ask(self, state: State, candidates: Sequence[Candidate]) -> Decision:
         try:

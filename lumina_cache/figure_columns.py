@@ -5,7 +5,7 @@ Everything here is the same for every state that a profile is used in, and is wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -72,6 +72,23 @@ class Kinds:
     same: Array  #: whether that is how they are stored already
 
 
+@dataclass(frozen=True)
+class _Dense:
+    """Seconds by rows, by ``Profile.step_at`` or ``chunk_at``."""
+
+    at: Callable[[float], float | None]
+
+    @classmethod
+    def of(cls, at: Callable[[float], float | None]) -> _Dense:
+        return cls(lru_cache(1024)(at))
+
+    def ratio(self, rows: Array, full: float) -> Array:
+        most = self.at(full)
+        if not most:
+            return np.ones(rows.shape)
+        return np.array([(self.at(one) or most) / most for one in rows.ravel().tolist()]).reshape(rows.shape)
+
+
 class CodecColumns:
     """The codecs of a profile, in its order.
 
@@ -82,6 +99,7 @@ class CodecColumns:
     def __init__(self, profile: Profile) -> None:
         codecs = profile.codecs
         self.actions = tuple(one.action for one in codecs)
+        self.texts = tuple(map(str, self.actions))
         #: Whether this version of the library has code for all of them.
         self.built = all(one.layout is not None for one in self.actions)
         self.layouts = tuple(layout_of(one) for one in self.actions)
@@ -97,6 +115,7 @@ class CodecColumns:
         self.p95 = np.array([one.p95 for one in figures], float)
         self.times = Curves.of([one.times for one in figures])
         self.chunk_times = Curves.of([one.chunk_times for one in figures])
+        self._dense_steps, self._dense_chunks = _Dense.of(profile.step_at), _Dense.of(profile.chunk_at)
         #: Times of the figures as they stand in the profile.
         self.listed_times = Curves.of([one.times for one in codecs])
         #: ``[i, j]``: whether codec i can be done at least where codec j can.
@@ -110,6 +129,14 @@ class CodecColumns:
 
     def __len__(self) -> int:
         return len(self.actions)
+
+    def dense_step(self, rows: Array, full: float) -> Array:
+        """Time of a dense decode step over ``rows`` rows to that over ``full``; 1 where nobody measured it."""
+        return self._dense_steps.ratio(rows, full)
+
+    def dense_chunk(self, rows: Array, full: float) -> Array:
+        """The same of a chunk of a prompt."""
+        return self._dense_chunks.ratio(rows, full)
 
     def _fits(self, key_dim: int, value_dim: int) -> Array:
         """Codecs whose groups divide these head dims."""
@@ -147,6 +174,10 @@ class EvictionColumns:
         self.recent = np.array([one.recent for one in evictors], np.int64)
         kl, p95 = zip(*(one.curves for one in evictors), strict=True) if evictors else ((), ())
         self._kl, self._p95 = Curves.of(kl, beyond=True), Curves.of(p95, beyond=True)
+
+    def place(self, scorer: str) -> int:
+        """Where a scorer is; −1 for one without figures."""
+        return self.scorers.index(scorer) if scorer in self.scorers else -1
 
     def at(self, which: Array, share: Array) -> tuple[Array, Array]:
         """What ``EvictionFigure.at`` gives, elementwise."""

@@ -30,10 +30,12 @@ from .errors import ProfileFormatError
 from .figure_columns import CodecColumns, EvictionColumns
 
 __all__ = [
+    "RECALL",
     "SCHEMA",
     "CodecFigure",
     "EvictionFigure",
     "Figure",
+    "Parts",
     "Profile",
     "default_profile",
     "read_profile",
@@ -41,6 +43,13 @@ __all__ = [
 
 #: Version of the file format.
 SCHEMA = 1
+
+
+#: Mean KL of continuing a text, and of copying from it (None: the model copies nothing), that ``kl`` is put together of.
+Parts = tuple[float, float | None]
+
+#: Share of what comes next that is taken to ask for something again, word by word, where nobody says anything else.
+RECALL = 0.5
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,8 @@ class Figure:
 class CodecFigure:
     """A codec with all rows held.
 
-    ``times`` are (rows, decode-step ratio) pairs, ascending; ``chunk_times`` the same for chunks of a prompt.
+    ``times`` are (rows, decode-step ratio) pairs, ascending; ``chunk_times`` the same for chunks of a prompt. Both are over
+    the dense cache of as many rows.
     """
 
     action: Quantize
@@ -67,6 +77,7 @@ class CodecFigure:
     p95: float
     times: tuple[tuple[int, float], ...] = ()
     chunk_times: tuple[tuple[int, float], ...] = ()
+    parts: Parts | None = None
 
     def time_at(self, rows: int) -> float | None:
         """Decode-step ratio at ``rows`` rows, interpolated; that of the nearest measurement outside of them."""
@@ -84,6 +95,7 @@ class EvictionFigure:
     scorer: str
     recent: int
     points: tuple[tuple[float, float, float], ...]
+    parts: tuple[Parts, ...] | None = None  #: of each point
 
     def at(self, share: float) -> tuple[float, float]:
         """(KL, p95) at a share of rows kept: linear between measurements and to (1, 0), continued below the smallest."""
@@ -115,6 +127,10 @@ class Profile:
     )  #: of an action's own work: evict, quant, offload
     step_seconds: float | None = None  #: of one dense decode step at 1,024 rows
     prompt_seconds: float | None = None  #: of one token of a prompt's chunk over dense rows, at 1,024 rows
+    dense_steps: tuple[tuple[int, float], ...] = ()  #: (rows, seconds of a dense decode step), ascending
+    dense_chunks: tuple[
+        tuple[int, float], ...
+    ] = ()  #: (rows, seconds of one token of a prompt's chunk), ascending
     provenance: Mapping[str, Any] = field(default_factory=dict)
     serves: bool = (
         False  #: whether attention reads codes of our own layouts, or they are decoded at every fetch
@@ -142,6 +158,44 @@ class Profile:
             for one in self.codecs
         )
         return self if smaller == self.codecs else replace(self, codecs=smaller)
+
+    def step_at(self, rows: float) -> float | None:
+        """Seconds of a decode step over so many dense rows: a line through two measurements, as attention's work is."""
+        return _seconds_at(self.dense_steps, self.step_seconds, rows)
+
+    def chunk_at(self, rows: float) -> float | None:
+        """Seconds of one token of a prompt's chunk over so many dense rows."""
+        return _seconds_at(self.dense_chunks, self.prompt_seconds, rows)
+
+    def with_recall(self, recall: float) -> Profile:
+        """The same figures for a text of which the share ``recall`` asks for something again, word by word.
+
+        ``KL = (1 − recall)·KL(continuing) + recall·KL(copying)``; that of continuing alone where the model copies nothing.
+
+        Raises:
+            ValueError: ``recall`` is not a share.
+            ProfileFormatError: the profile has not both.
+        """
+        if not 0.0 <= recall <= 1.0:
+            raise ValueError(f"recall is a share from 0 to 1, not {recall!r}")
+        if recall == RECALL:
+            return self
+        return replace(
+            self,
+            codecs=tuple(replace(one, kl=_mixed(one.parts, recall, self.name)) for one in self.codecs),
+            evictors=tuple(
+                replace(
+                    one,
+                    points=tuple(
+                        (share, _mixed(parts, recall, self.name), p95)
+                        for (share, _, p95), parts in zip(
+                            one.points, one.parts or (None,) * len(one.points), strict=True
+                        )
+                    ),
+                )
+                for one in self.evictors
+            ),
+        )
 
     def codec(self, action: Quantize) -> CodecFigure | None:
         """The figure of exactly this codec, bits, group and residual window."""
@@ -181,17 +235,25 @@ class Profile:
                     "p95": c.p95,
                     "times": [list(t) for t in c.times],
                     "chunk_times": [list(t) for t in c.chunk_times],
+                    "parts": None if c.parts is None else list(c.parts),
                 }
                 for c in self.codecs
             ],
             "evictors": [
-                {"scorer": e.scorer, "recent": e.recent, "points": [list(p) for p in e.points]}
+                {
+                    "scorer": e.scorer,
+                    "recent": e.recent,
+                    "points": [list(p) for p in e.points],
+                    "parts": None if e.parts is None else [list(p) for p in e.parts],
+                }
                 for e in self.evictors
             ],
             "sensitivity": list(self.sensitivity),
             "seconds_per_byte": dict(self.seconds_per_byte),
             "step_seconds": self.step_seconds,
             "prompt_seconds": self.prompt_seconds,
+            "dense_steps": [list(t) for t in self.dense_steps],
+            "dense_chunks": [list(t) for t in self.dense_chunks],
             "provenance": dict(self.provenance),
         }
 
@@ -218,6 +280,8 @@ class Profile:
                 },
                 step_seconds=_seconds(record["step_seconds"], "step_seconds"),
                 prompt_seconds=_seconds(record.get("prompt_seconds"), "prompt_seconds"),
+                dense_steps=_dense(record.get("dense_steps", ()), "dense_steps"),
+                dense_chunks=_dense(record.get("dense_chunks", ()), "dense_chunks"),
                 provenance=dict(record["provenance"]),
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -240,7 +304,37 @@ def _codec(record: Mapping[str, Any]) -> CodecFigure:
         _figure(record["p95"], f"p95 of {action}"),
         times,
         chunk_times,
+        _parts(record.get("parts"), action),
     )
+
+
+def _parts(record: Any, what: object) -> Parts | None:
+    if record is None:
+        return None
+    going, copying = record
+    what = f"a part of {what}"
+    return _figure(going, what), None if copying is None else _figure(copying, what)
+
+
+def _dense(pairs: Iterable[tuple[Any, Any]], what: str) -> tuple[tuple[int, float], ...]:
+    return _ascending(((int(rows), _figure(seconds, what)) for rows, seconds in pairs), what)
+
+
+def _seconds_at(known: tuple[tuple[int, float], ...], otherwise: float | None, rows: float) -> float | None:
+    if not known:
+        return otherwise
+    # Below what was measured the line may not fall to nothing: the weights are read in any case.
+    return max(interpolate(known, rows, beyond=True), min(seconds for _, seconds in known) / 2)
+
+
+def _mixed(parts: Parts | None, recall: float, name: str) -> float:
+    if parts is None:
+        raise ProfileFormatError(
+            f"profile {name} does not say what continuing and copying cost apart: run lumina-cache calibrate again, or "
+            f"leave recall at {RECALL}"
+        )
+    going, copying = parts
+    return going if copying is None else (1.0 - recall) * going + recall * copying
 
 
 def _seconds(value: Any, what: str) -> float | None:
@@ -256,7 +350,22 @@ def _evictor(record: Mapping[str, Any]) -> EvictionFigure:
     # Without a point every eviction would seem to cost nothing.
     if not points or not 0.0 < points[0][0] <= points[-1][0] < 1.0:
         raise ValueError(f"{scorer}: at least one point, with shares between 0 and 1, is needed")
-    return EvictionFigure(scorer, int(record["recent"]), points)
+    parts = record.get("parts")
+    if parts is not None and len(parts) != len(points):
+        raise ValueError(f"{scorer}: {len(parts)} parts of {len(points)} points")
+    return EvictionFigure(
+        scorer,
+        int(record["recent"]),
+        points,
+        # In the order of the points, which need not have been ascending.
+        None
+        if parts is None
+        else tuple(
+            found
+            for _, one in sorted(zip((p[0] for p in record["points"]), parts, strict=True))
+            if (found := _parts(one, scorer)) is not None
+        ),
+    )
 
 
 P = TypeVar("P", bound=tuple[float, ...])

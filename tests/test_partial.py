@@ -115,7 +115,7 @@ def test_plans_do_without_codecs_that_were_tried_in_vain() -> None:
     )
 
     def plans(against: Any) -> list[str]:
-        found = Weighing.of(state, able, default_profile()).everything(against)
+        found = Weighing.of(state, able, default_profile(), against).everything()
         return [str(c.action) for c in found if isinstance(c.action, Plan)]
 
     first = plans(None)

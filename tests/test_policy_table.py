@@ -38,6 +38,11 @@ PROFILES = (
     SHIPPED.for_groups_of(32),
     replace(FIGURES, step_seconds=None, seconds_per_byte={}, borrowed=False, sensitivity=()),
     replace(SHIPPED, prompt_seconds=None),
+    replace(
+        SHIPPED,
+        dense_steps=((512, 0.05), (1024, 0.07), (4096, 0.2)),
+        dense_chunks=((512, 0.004), (1024, 0.005)),
+    ),
 )
 BACKENDS = (
     ABLE,
@@ -85,6 +90,8 @@ def states(draw: Any) -> State:
         protect=tuple(draw(protected)),
         available=draw(st.sampled_from([None, 10, total // 2, 10**12])),
         horizon=draw(st.sampled_from([1, 256])),
+        within_prompt=draw(st.booleans()),
+        remaining=draw(st.sampled_from([None, None, 700])),
         rows_must_stay=draw(st.booleans()),
         evicted_by=draw(st.sampled_from([None, None, "sinks_window", "nobody"])),
         lost=draw(st.sampled_from([(0.0, 0.0), (0.1, 0.3), None])),

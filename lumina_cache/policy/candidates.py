@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -35,8 +36,9 @@ from ..estimate import (
 from ..evolve import evolve
 from ..profile import CodecFigure, EvictionFigure, Profile
 from ..rows import Pinned
+from .ahead import Against, Ahead, coarsest_bits, row_nbytes
 from .columns import ALL_ROWS, Column, column_of
-from .expected import Expected, Lost, Stored, evicted, is_ours, lost_by, own_seconds, stored
+from .expected import Expected, Lost, Stored, is_ours, lost_by, own_seconds, source_of, stored
 from .families import Families
 from .fit import rows_within
 from .partial import coarser_already, on_the_rest, quick
@@ -475,6 +477,9 @@ class _After:
     nbytes_peak: int  #: while rows are moved and encoded
     nbytes_before: int = 0  #: most bytes allocated before or after the first part
     chosen_from: tuple[Held, ...] = ()  #: layers that the first part takes rows from
+    rows: int = 0  #: most that a layer holds
+    grown: int = 0  #: rows that layers gain until the prompt ends
+    bits: tuple[int, int] = (0, 0)  #: fewest of any layer's keys and values
 
     def peak_with(self, first: Action) -> int:
         """The peak where the rows that stay are chosen by ``first``."""
@@ -482,10 +487,6 @@ class _After:
             return self.nbytes_peak
         scoring = max((scoring_nbytes(one, first) for one in self.chosen_from), default=0)
         return max(self.nbytes_peak, self.nbytes_before + scoring)
-
-
-#: Reasons against an action, from what was tried before.
-Against = Callable[[Action], tuple[Reason, ...]]
 
 
 @dataclass(frozen=True)
@@ -499,11 +500,20 @@ class Weighing:
     touched: int
     depth: int
     same: Inputs  #: what is the same for every action
+    columns: list[Column]  #: of the groups; empty where codecs cannot be weighed together
+    ahead: Ahead
+    against: Against | None
     known: dict[object, _After]
     plans: dict[int, PlannedLayers]
 
     @classmethod
-    def of(cls, state: State, backend: BackendProfile, profile: Profile) -> Weighing:
+    def of(
+        cls, state: State, backend: BackendProfile, profile: Profile, against: Against | None = None
+    ) -> Weighing:
+        """
+        Args:
+            against: more reasons against an action than the classifier knows of; nothing is planned with such codecs.
+        """
         facts = facts_of(
             backend,
             state.layers,
@@ -514,6 +524,7 @@ class Weighing:
         )
         # Equal layers are judged together, and only layers with their numbers can be told apart by a plan.
         facts = replace(facts, numbered=numbered(state.each))
+        seen, coming = max((one.offset for one in state.layers), default=0), state.prompt_tokens
         same = Inputs(
             nbytes_next=0,
             nbytes_peak=0,
@@ -524,28 +535,39 @@ class Weighing:
             lost_kl=None,
             lost_p95=None,
             source="",
-            step_seconds=profile.step_seconds,
+            step_seconds=profile.step_at(seen + coming),
             horizon=state.horizon,
-            prompt_tokens=state.prompt_tokens,
-            prompt_seconds=profile.prompt_seconds,
+            prompt_tokens=coming,
+            prompt_seconds=profile.chunk_at(seen + coming // 2),
             error_mean=state.prediction_error[0],
             error_spread=state.prediction_error[1],
         )
         groups, touched = grouped(state, profile), nbytes_live(state.layers)
-        return cls(state, profile, facts, groups, touched, _depth(state), same, {}, {})
-
-    def everything(self, against: Against | None = None) -> tuple[Candidate, ...] | Table:
-        """All candidates: those of :func:`candidates_for`, and the plans that follow from what is feasible of them.
-
-        Args:
-            against: more reasons against an action than the classifier knows of; plans do without such codecs.
-        """
-        state, profile, codecs = self.state, self.profile, self.profile.codec_columns
+        codecs = profile.codec_columns
         together = codecs.built and len(codecs) > 0 and not any(one.on_disk for one in state.layers)
-        if not together or not any(is_ours(one) for one in state.layers):
+        columns = [column_of(group.held, codecs, state.protect) for group in groups] if together else []
+        ahead = Ahead(state, profile, facts, same, columns, against)
+        return cls(
+            state,
+            profile,
+            facts,
+            groups,
+            touched,
+            _depth(state),
+            same,
+            columns,
+            ahead,
+            against,
+            {},
+            {},
+        )
+
+    def everything(self) -> tuple[Candidate, ...] | Table:
+        """All candidates: those of :func:`candidates_for`, and the plans that follow from what is feasible of them."""
+        state, profile, columns = self.state, self.profile, self.columns
+        if not columns or not any(is_ours(one) for one in state.layers):
             found = self.candidates(candidates_for(state, profile))
-            return (*found, *self.planned(_feasible_codecs(found), _best_scorer(found), against))
-        columns = [column_of(group.held, codecs, state.protect) for group in self.groups]
+            return (*found, *self.planned(_feasible_codecs(found), _best_scorer(found)))
         families = Families(
             state,
             profile,
@@ -553,20 +575,19 @@ class Weighing:
             columns,
             self.facts,
             self.same,
+            self.ahead,
             joined(state, profile, columns),
             _usable(state, profile),
         )
         reclaim = self.candidates([Reclaim()])
-        plans = self.planned(families.feasible_codecs(), families.best_scorer(), against)
+        plans = self.planned(families.feasible_codecs(), families.best_scorer())
         return Table([families.part(0, 1), Part.of(reclaim), families.part(1, len(families)), Part.of(plans)])
 
-    def planned(
-        self, feasible: Sequence[Quantize], scorer: str | None, against: Against | None = None
-    ) -> tuple[Candidate, ...]:
+    def planned(self, feasible: Sequence[Quantize], scorer: str | None) -> tuple[Candidate, ...]:
         """Plans of the codecs that lose least, of those that are fast for their bytes, and of one codec for some layers."""
         state, profile = self.state, self.profile
-        if against is not None:
-            feasible = [codec for codec in feasible if not against(codec)]
+        if self.against is not None:
+            feasible = [codec for codec in feasible if not self.against(codec)]
         # Room for all that is expected of the prompt: few layers now, and few more with every chunk, end where all of them
         # at once would not have.
         ahead = replace(state, tokens=max(state.tokens, state.prompt_tokens))
@@ -596,7 +617,7 @@ class Weighing:
         each = action.distinct if isinstance(action, Plan) else (action,)
         parts = (part for one in each for part in one.parts)
         scorer = next((p.scorer for p in parts if isinstance(p, Evict)), state.evicted_by)
-        figures: Expected = evicted(after.stored, self.profile, scorer)
+        figures, then = self._ends(after, scorer)
         inputs = evolve(
             self.same,
             nbytes_next=after.nbytes_next,
@@ -608,9 +629,36 @@ class Weighing:
             source=figures.source,
             time_ratio=figures.time_ratio,
             prompt_ratio=figures.prompt_ratio,
+            kept=after.stored.kept,
+            then=then,
             own_seconds=own_seconds(action, self.touched, self.profile, self.depth),
         )
         return Candidate(action, reasons, inputs, score(inputs, state.weights))
+
+    def _ends(self, after: _After, scorer: str | None) -> tuple[Expected, str]:
+        """What is expected where the prompt ends, and the codec that has to follow until then."""
+        x, kept, now = after.stored.expected, after.stored.kept, after.stored.kept_now
+        if x.kl is None or x.p95 is None:
+            return x, ""
+        figure = -1 if scorer is None else self.profile.eviction_columns.place(scorer)
+        if now < 1.0 and figure < 0:
+            return Expected(None, None, None, f"no figure for evicting by {scorer}"), ""
+        step = math.nan if x.time_ratio is None else x.time_ratio
+        bits = tuple(np.array([n]) for n in after.bits)
+        found = self.ahead.ends(
+            *(np.array([value]) for value in (x.kl, x.p95, step, kept, now, figure, after.rows, after.grown)),
+            bits=(bits[0], bits[1]),
+        )
+        kl, p95, step = (float(one[0]) for one in (found.kl, found.p95, found.step))
+        place = int(found.then[0])
+        known = Expected(
+            kl,
+            p95,
+            None if math.isnan(step) else step,
+            source_of(self.profile) if kept < 1.0 or place >= 0 else x.source,
+            x.prompt_ratio,
+        )
+        return known, "" if place < 0 else self.profile.codec_columns.texts[place]
 
     def _after(self, action: Action) -> _After:
         key = id(action) if isinstance(action, Plan) else (_storage(action.parts[0]), *action.parts[1:])
@@ -659,7 +707,13 @@ class Weighing:
         nbytes = nbytes_allocated(next_layers((g.held for g in after), self.state.tokens))
         so_far = self.state.lost
         lost = None if lost is None or so_far is None else (lost[0] + so_far[0], lost[1] + so_far[1])
-        return _After(stored(after, self.profile, lost, own), lost, nbytes, peak, before, chosen_from)
+        rows = [g.held for g in after if g.held.changeable]
+        grown = int(self.ahead.grown(nbytes, sum(one.count * row_nbytes(one) for one in rows)))
+        known = stored(after, self.profile, self.ahead, grown, lost, own)
+        left = max((one.rows for one in rows), default=0)
+        return _After(
+            known, lost, nbytes, peak, before, chosen_from, left, grown, coarsest_bits(rows)
+        )
 
 
 def _feasible_codecs(candidates: Iterable[Candidate]) -> list[Quantize]:

@@ -10,9 +10,10 @@ from ..actions import Action, Evict, Offload, Plan, Quantize, Reclaim
 from ..codecs import Layout
 from ..estimate import LANE_KINDS, Held
 from ..profile import CodecFigure, Profile
+from .ahead import Ahead
 from .values import Group
 
-__all__ = ["Expected", "Lost", "Stored", "evicted", "is_ours", "lost_by", "own_seconds", "stored"]
+__all__ = ["Expected", "Lost", "Stored", "is_ours", "lost_by", "own_seconds", "stored"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Stored:
     """The part that depends on how rows are stored, not on which of them are left."""
 
     expected: Expected
-    kept: float  #: least share of the tokens seen whose rows a layer still holds; 1 where none is missing
+    kept: float  #: least share of the tokens seen whose rows a layer holds when the prompt ends; 1 where none is missing
+    kept_now: float = 1.0  #: the same after the action
 
 
 #: What codes of earlier layouts have left in rows that were decoded from them: mean KL and p95 (nats per token).
@@ -67,14 +69,19 @@ def is_ours(held: Held) -> bool:
 def stored(
     groups: Sequence[Group],
     profile: Profile,
+    ahead: Ahead,
+    grown: int,
     lost: Lost | None = (0.0, 0.0),
     own: Mapping[Layout, CodecFigure] = MappingProxyType({}),
 ) -> Stored:
     """What storing layers like this costs, apart from missing rows.
 
     ``KL = lost + Σ weight·KL(codec) / layers``: the damages of the layers' codecs add up, weighted by their sensitivity.
+    ``ratio = Σ count·ratio(codec, rows)·dense(rows)/dense(seen) / layers``, with the rows that are left and the tokens seen
+    when the prompt ends, or half way there for its chunks.
 
     Args:
+        grown: rows that layers gain until then.
         own: figures of the very codecs that the action names, which may be read in another way than others that store
             rows alike.
     """
@@ -82,11 +89,19 @@ def stored(
     total = sum(g.held.count for g in ours)
     if not total:
         return Stored(Expected(0.0, 0.0, 1.0, "exact: no rows were changed", 1.0), 1.0)
+    kv = [g.held for g in ours if g.held.kind == "kv"]
+    now = min((one.rows / one.offset for one in kv if one.evicted), default=1.0)
+    short = grown < ahead.tokens
     kept = min(
-        (g.held.rows / g.held.offset for g in ours if g.held.kind == "kv" and g.held.evicted), default=1.0
+        (
+            int(ahead.left(one.rows, grown)) / ahead.seen(one.offset)
+            for one in kv
+            if one.evicted or (short and one.changeable)
+        ),
+        default=1.0,
     )
     if lost is None:
-        return Stored(Expected(None, None, None, "no figure for how rows were stored before"), kept)
+        return Stored(Expected(None, None, None, "no figure for how rows were stored before"), kept, now)
     kl, p95 = lost
     time: float | None = 0.0
     prompt: float | None = 0.0
@@ -95,35 +110,30 @@ def stored(
         one = group.held
         if one.on_disk:
             return Stored(
-                Expected(None, None, None, "no figure for rows that every step reads back from disk"), kept
+                Expected(None, None, None, "no figure for rows that every step reads back from disk"),
+                kept,
+                now,
             )
+        at_end, half_way = ahead.rows_of(one, grown), ahead.rows_of(one, grown, 0.5)
         ratio: float | None = 1.0
         chunk: float | None = 1.0
         if not one.layout.dense:
             figure = own.get(one.layout) or profile.by_layout.get(one.layout)
             if figure is None:
-                return Stored(Expected(None, None, None, f"no figure for {one.layout}"), kept)
+                return Stored(Expected(None, None, None, f"no figure for {one.layout}"), kept, now)
             source, ratio, chunk = (
                 source_of(profile),
-                figure.time_at(one.rows),
-                figure.chunk_time_at(one.rows),
+                figure.time_at(at_end),
+                figure.chunk_time_at(half_way),
             )
             kl, p95 = kl + figure.kl * group.weight / total, p95 + figure.p95 * group.weight / total
-        time = None if time is None or ratio is None else time + ratio * one.count / total
-        prompt = None if prompt is None or chunk is None else prompt + chunk * one.count / total
-    return Stored(Expected(kl, p95, time, source, prompt), kept)
-
-
-def evicted(base: Stored, profile: Profile, scorer: str | None) -> Expected:
-    """The same with the damage of the missing rows, which were dropped by ``scorer``."""
-    x = base.expected
-    if base.kept >= 1.0 or x.kl is None or x.p95 is None:
-        return x
-    figure = None if scorer is None else profile.evictor(scorer)
-    if figure is None:
-        return Expected(None, None, None, f"no figure for evicting by {scorer}")
-    lost, tail = figure.at(base.kept)
-    return Expected(x.kl + lost, x.p95 + tail, x.time_ratio, source_of(profile), x.prompt_ratio)
+        fewer = ahead.dense_ratio(one, at_end, profile.step_at)
+        fewer_half_way = ahead.dense_ratio(one, half_way, profile.chunk_at, 0.5)
+        time = None if time is None or ratio is None else time + ratio * fewer * one.count / total
+        prompt = (
+            None if prompt is None or chunk is None else prompt + chunk * fewer_half_way * one.count / total
+        )
+    return Stored(Expected(kl, p95, time, source, prompt), kept, now)
 
 
 def source_of(profile: Profile) -> str:

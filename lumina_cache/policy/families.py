@@ -13,10 +13,11 @@ from ..actions import DEFAULT_SINKS, Action, Composite, Evict, Keep, Quantize
 from ..apply import not_built
 from ..backend.capabilities import RAGGED_LAYERS
 from ..backend.feasibility import Facts, reasons_against
-from ..estimate import LANE_KINDS, Held, nbytes_allocated, nbytes_live, rows_left, whole_blocks
+from ..estimate import Held, nbytes_allocated, nbytes_live, rows_left, whole_blocks
 from ..evolve import evolve
 from ..figure_columns import CodecColumns, EvictionColumns
 from ..profile import Profile
+from .ahead import Ahead, able_codecs, coarsest_bits
 from .columns import ALL_ROWS, Changed, Column, column_of
 from .expected import is_ours, own_seconds, source_of
 from .score import OVERFLOW_POINTS, Inputs, Score, exceeds, quality_points, time_points
@@ -38,7 +39,8 @@ class _Stored:
     prompt_ratio: Array
     lost_kl: Array
     lost_p95: Array
-    kept: Array  #: least share of the tokens seen whose rows a layer still holds
+    kept: Array  #: least share of the tokens seen whose rows a layer holds when the prompt ends
+    kept_now: Array  #: the same after the action
     sources: list[str]
 
 
@@ -57,10 +59,11 @@ class Families:
         columns: Sequence[Column],
         facts: Facts,
         same: Inputs,
+        ahead: Ahead,
         joined: Sequence[tuple[int, int]],
         scorers: Sequence[int],
     ) -> None:
-        self.state, self.profile, self.facts, self.same = state, profile, facts, same
+        self.state, self.profile, self.facts, self.same, self.ahead = state, profile, facts, same, ahead
         self.groups, self.layers = groups, columns
         self.of_codecs: CodecColumns = profile.codec_columns
         self.of_scorers: EvictionColumns = profile.eviction_columns
@@ -85,6 +88,7 @@ class Families:
         changed = [one.changed(self.rows, self.codecs) for one in self.layers]
         self.next = _sum(one.nbytes_next(self.rows, self.codecs, state.tokens) for one in self.layers)
         self.peak = self._peak(changed)
+        self._set_rest(changed)
         self.stored = self._stored(changed)
         self._set_quality()
         time = self._time()
@@ -122,6 +126,25 @@ class Families:
         peak[chosen] = np.maximum(peak[chosen], before[family] + scoring[family, self.scorer[chosen]])
         return peak
 
+    def _set_rest(self, changed: Sequence[Changed]) -> None:
+        """Rows that layers gain until the prompt ends, and of what they hold then: the rows now, and their bits."""
+        n = len(self.codecs)
+        each, left = np.zeros(n, np.int64), np.zeros(n, np.int64)
+        keys = values = np.full(n, coarsest_bits(())[0])
+        for group, one in zip(self.groups, changed, strict=True):
+            held, of_codecs = group.held, self.of_codecs
+            if not held.changeable:
+                continue
+            kinds = of_codecs.kinds(held.layout, held.key_width, held.value_width, held.itemsize)
+            each = each + held.count * np.where(one.coded, kinds.row[self.codecs], kinds.row[-1])
+            left = np.maximum(left, one.rows)
+            now = coarsest_bits([held])
+            keys = np.minimum(keys, np.where(one.coded, np.append(of_codecs.key_bits, 0)[self.codecs], now[0]))
+            values = np.minimum(
+                values, np.where(one.coded, np.append(of_codecs.value_bits, 0)[self.codecs], now[1])
+            )
+        self.left, self.bits, self.grown = left, (keys, values), self.ahead.grown(self.next, each)
+
     def _stored(self, changed: Sequence[Changed]) -> _Stored:
         profile, of_codecs, codecs = self.profile, self.of_codecs, self.codecs
         n = len(codecs)
@@ -144,13 +167,24 @@ class Families:
             lost_kl, lost_p95 = lost_kl + self.state.lost[0], lost_p95 + self.state.lost[1]
         lost_kl, lost_p95 = np.where(unknown, np.nan, lost_kl), np.where(unknown, np.nan, lost_p95)
         kl, p95, time, prompt = lost_kl, lost_p95, np.zeros(n), np.zeros(n)
-        kept, coded = np.ones(n), np.zeros(n, bool)
+        kept, kept_now, coded = np.ones(n), np.ones(n), np.zeros(n, bool)
+        ahead, grown = self.ahead, self.grown
+        short = grown < ahead.tokens
         missing: dict[int, str] = {}
         for group, one in ours:
             held = group.held
-            if held.kind == "kv" and (held.evicted or one.cut.any()):
-                share = one.rows / held.offset
-                kept = np.minimum(kept, share if held.evicted else np.where(one.cut, share, np.inf))
+            at_end = half_way = one.rows
+            fewer: Array = np.ones(n)
+            fewer_half_way: Array = fewer
+            if held.changeable:
+                at_end, half_way = ahead.left(one.rows, grown), ahead.left(one.rows, grown, 0.5)
+                missing_rows = one.cut | held.evicted
+                share = np.where(missing_rows, one.rows / held.offset, np.inf)
+                kept_now = np.minimum(kept_now, share)
+                share = np.where(missing_rows | short, at_end / ahead.seen(held.offset), np.inf)
+                kept = np.minimum(kept, share)
+                fewer = of_codecs.dense_step(at_end, ahead.seen(held.offset))
+                fewer_half_way = of_codecs.dense_chunk(half_way, ahead.seen(held.offset, 0.5))
             # The figure of the very codec where rows are stored like that; else that of how they are stored.
             place = of_codecs.places.get(held.layout, -1)
             same = of_codecs.kinds(held.layout, held.key_width, held.value_width, held.itemsize).same[codecs]
@@ -159,12 +193,14 @@ class Families:
             if not held.layout.dense and place < 0:
                 for i in np.flatnonzero(which < 0):
                     missing.setdefault(int(i), f"no figure for {held.layout}")
-            rows = one.rows.astype(float)
+            at_end, half_way = at_end.astype(float), half_way.astype(float)
             add_kl = np.where(dense, 0.0, of_codecs.kl[which] * group.weight / total)
             add_p95 = np.where(dense, 0.0, of_codecs.p95[which] * group.weight / total)
             kl, p95 = kl + add_kl, p95 + add_p95
-            time = time + np.where(dense, 1.0, of_codecs.times.at(which, rows)) * held.count / total
-            prompt = prompt + np.where(dense, 1.0, of_codecs.chunk_times.at(which, rows)) * held.count / total
+            ratio = np.where(dense, 1.0, of_codecs.times.at(which, at_end))
+            chunk = np.where(dense, 1.0, of_codecs.chunk_times.at(which, half_way))
+            time = time + ratio * fewer * held.count / total
+            prompt = prompt + chunk * fewer_half_way * held.count / total
             coded |= ~dense
         none = unknown.copy()
         none[list(missing)] = True
@@ -177,24 +213,28 @@ class Families:
             else missing.get(i) or (measured if coded[i] or lost_kl[i] else exact)
             for i in range(n)
         ]
-        return _Stored(kl, p95, time, prompt, lost_kl, lost_p95, kept, sources)
+        return _Stored(kl, p95, time, prompt, lost_kl, lost_p95, kept, kept_now, sources)
 
     def _set_quality(self) -> None:
-        """Quality and ratios of every candidate, with the damage of the missing rows. See ``expected.evicted``."""
+        """Quality and ratios of every candidate where the prompt ends, with the damage of the missing rows."""
         stored, family = self.stored, self.family
-        self.kl, self.p95 = stored.kl[family], stored.p95[family]
-        self.time_ratio, self.prompt_ratio = stored.time_ratio[family], stored.prompt_ratio[family]
         by = self.state.evicted_by
-        scorers = self.of_scorers.scorers
-        scorer = np.where(self.scorer >= 0, self.scorer, scorers.index(by) if by in scorers else -1)
-        self.damaged = (stored.kept[family] < 1.0) & ~np.isnan(self.kl)
-        known = self.damaged & (scorer >= 0)
-        lost, tail = self.of_scorers.at(scorer[known], stored.kept[family][known])
-        self.kl[known] += lost
-        self.p95[known] += tail
-        self.unfigured = self.damaged & (scorer < 0)
+        missing_by = -1 if by is None else self.of_scorers.place(by)
+        scorer = np.where(self.scorer >= 0, self.scorer, missing_by)
+        ends = self.ahead.ends(
+            *(one[family] for one in (stored.kl, stored.p95, stored.time_ratio, stored.kept, stored.kept_now)),
+            scorer,
+            self.left[family],
+            self.grown[family],
+            (self.bits[0][family], self.bits[1][family]),
+        )
+        self.kl, self.p95, self.time_ratio, self.then = ends.kl, ends.p95, ends.step, ends.then
+        self.prompt_ratio = stored.prompt_ratio[family]
+        self.damaged = ((stored.kept[family] < 1.0) | (self.then >= 0)) & ~np.isnan(self.kl)
+        self.unfigured = (stored.kept_now[family] < 1.0) & ~np.isnan(stored.kl[family]) & (scorer < 0)
         for column in (self.kl, self.p95, self.time_ratio, self.prompt_ratio):
             column[self.unfigured] = np.nan
+        self.then[self.unfigured] = -1
 
     def _time(self) -> Array:
         """T of every candidate. See ``score``."""
@@ -209,11 +249,9 @@ class Families:
             own = np.array([seconds or 0.0 for seconds in self.own_kinds])[self.own][family]
             chunks = self.prompt_ratio if prompt else 0.0
             ratio = (own + prompt * chunks + steps * ratio) / (prompt + steps)
-        # One logarithm for each family: within one, all times are the same.
-        found, first = np.unique(family, return_index=True)
-        points = np.full(len(self.rows), np.nan)
-        points[found] = [time_points(one) for one in ratio[first].tolist()]
-        return points[family]
+        # One logarithm for each time: within a family most are the same.
+        found, which = np.unique(ratio, return_inverse=True)
+        return np.array([time_points(one) for one in found.tolist()])[which]
 
     def _risk(self) -> Array:
         x = self.same
@@ -234,15 +272,10 @@ class Families:
         """Whether there is no reason against a candidate. See ``feasibility.reasons_against``, which says which."""
         facts, of_codecs = self.facts, self.of_codecs
         present = facts.profile.present
-        able = np.array([one <= present for one in of_codecs.requires], bool)
+        able = able_codecs(facts, of_codecs)
         keys, values = of_codecs.key_bits, of_codecs.value_bits
         at_keys, at_values = facts.coarsest
         able &= ~((keys > at_keys) | (values > at_values) | ((keys == at_keys) & (values == at_values)))
-        if facts.rows_must_stay:
-            able &= of_codecs.unit == 1
-        for kind, key_dim, value_dim in facts.dims:
-            fits = of_codecs.fits(key_dim, value_dim)
-            able &= fits | ~of_codecs.row_by_row if kind in LANE_KINDS else fits
         if not facts.rows:
             able &= _any_lane(facts.lanes, of_codecs)
         families = np.append(able, True)[self.codecs]
@@ -314,6 +347,7 @@ class Families:
         """The columns as lists of Python's own numbers."""
         stored, columns = self.stored, self.columns
         whole = {"peak": self.peak, "feasible": columns.feasible, "next": self.next, "own": self.own}
+        whole |= {"kept": stored.kept, "then": self.then}
         broken = {"kl": self.kl, "p95": self.p95, "lost_kl": stored.lost_kl, "lost_p95": stored.lost_p95}
         broken |= {"time_ratio": self.time_ratio, "prompt_ratio": self.prompt_ratio}
         broken |= {"Q": self.quality, "T": columns.time, "R": self.risk, "total": columns.total}
@@ -346,6 +380,8 @@ class Families:
             source=self.source(i),
             time_ratio=x["time_ratio"][i],
             prompt_ratio=x["prompt_ratio"][i],
+            kept=x["kept"][family],
+            then=self.of_codecs.texts[place] if (place := x["then"][i]) >= 0 else "",
             own_seconds=self.own_kinds[x["own"][family]],
         )
         return Candidate(action, reasons, inputs, Score(x["Q"][i], x["T"][i], x["R"][i], x["total"][i]))

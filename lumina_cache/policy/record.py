@@ -37,6 +37,7 @@ _OF_STORAGE = (
     "time_ratio",
     "own_seconds",
     "prompt_ratio",
+    "kept",
 )
 _OWN = tuple(name for name in Inputs.__dataclass_fields__ if name not in _OF_STORAGE)
 

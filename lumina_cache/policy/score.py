@@ -62,7 +62,9 @@ class Inputs:
     lost_kl: float | None  #: the part of ``kl`` that codes of earlier layouts have left behind; None: unknown
     lost_p95: float | None
     source: str  #: where the figures come from, or why there is none
-    time_ratio: float | None = None  #: of a decode step after it, over one of the dense, full cache
+    time_ratio: float | None = (
+        None  #: of a decode step once the prompt has been read, over one of the dense, full cache
+    )
     own_seconds: float | None = None  #: of the action itself
     step_seconds: float | None = None  #: of a decode step of the dense, full cache
     horizon: int = 1  #: decode steps that it is held for
@@ -73,6 +75,8 @@ class Inputs:
     prompt_seconds: float | None = (
         None  #: of one token of a prompt with the dense, full cache; None: left out of T
     )
+    kept: float = 1.0  #: least share of the rows seen that a layer is expected to hold at the end of the prompt
+    then: str = ""  #: codec that is expected to follow until then; its damage is in ``kl``
     error_mean: float = 0.0  #: of ln(observed/predicted) peak bytes so far
     error_spread: float = 0.0
 

@@ -42,6 +42,7 @@ class State:
     each: tuple[Held, ...] = ()  #: every layer by itself, for plans; empty: no plan is made
     horizon: int = DEFAULT_HORIZON  #: decode steps still to come, as far as is known
     available: int | None = None  #: bytes that may still be allocated on this machine; None when unknown
+    remaining: int | None = None  #: tokens still to come at most, prompt and answer; None: nobody said
     within_prompt: bool = (
         False  #: a chunk of a prompt has just been read, and nobody says whether it was the last
     )
@@ -62,10 +63,11 @@ class State:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompt that are still expected: none while decoding; within a prompt, whose length nobody says,
-        as many again as were seen, and at least the coming chunk."""
+        as many again as were seen, and at least the coming chunk; no more than the caller expects in all."""
         if self.tokens <= 1 and not self.within_prompt:
             return 0
-        return max(self.tokens, *(one.offset for one in self.layers)) if self.layers else self.tokens
+        expected = max(self.tokens, *(one.offset for one in self.layers)) if self.layers else self.tokens
+        return expected if self.remaining is None else max(self.tokens, min(expected, self.remaining))
 
     def to_record(self) -> dict[str, Any]:
         from .candidates import next_layers
@@ -91,6 +93,7 @@ class State:
             "budget": self.budget,
             "limit": self.limit.to_record(),
             "horizon": self.horizon,
+            "remaining": self.remaining,
             "within_prompt": self.within_prompt,
             "available": self.available,
             "rows_must_stay": self.rows_must_stay,

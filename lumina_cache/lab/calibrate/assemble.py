@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from typing import Any, Protocol
 
 from ...actions import Action, Evict, Plan, Quantize
-from ...profile import CodecFigure, EvictionFigure, Profile
+from ...profile import CodecFigure, EvictionFigure, Parts, Profile
 from ..evaluate.statistics import bootstrap_mean
 from ..evaluate.table import gates
 from .grid import Grid, ModelShape
@@ -171,6 +171,8 @@ def assemble(
         seconds_per_byte=seconds,
         step_seconds=_dense_seconds(measured.steps),
         prompt_seconds=_dense_seconds(measured.chunks),
+        dense_steps=_dense_by_rows(measured.steps),
+        dense_chunks=_dense_by_rows(measured.chunks),
         provenance={
             **provenance,
             "documents": len(whole) or max((q.documents for q in core.values()), default=0),
@@ -210,7 +212,13 @@ def _codecs(grid: Grid, core: Mapping[Action, Quality], measured: Measured) -> I
                 _short(found.p95),
                 _times(codec, measured.steps),
                 _times(codec, measured.chunks),
+                _parts(found),
             )
+
+
+def _parts(one: Quality) -> Parts:
+    """What ``kl`` is the mean of."""
+    return _short(one.continuation), _short(one.copying)
 
 
 def _times(codec: Quantize, records: Iterable[Record]) -> tuple[tuple[int, float], ...]:
@@ -222,11 +230,19 @@ def _times(codec: Quantize, records: Iterable[Record]) -> tuple[tuple[int, float
 
 
 def _evictors(grid: Grid, core: Mapping[Action, Quality], settings: Settings) -> tuple[EvictionFigure, ...]:
-    points: dict[str, list[tuple[float, float, float]]] = {}
+    found: dict[str, dict[float, Quality]] = {}
     for one in grid.evictions:
         if one in core and one.ratio is not None:
-            points.setdefault(one.scorer, []).append((one.ratio, _short(core[one].kl), _short(core[one].p95)))
-    return tuple(EvictionFigure(s, settings.recent, tuple(sorted(p))) for s, p in points.items())
+            found.setdefault(one.scorer, {})[one.ratio] = core[one]
+    return tuple(
+        EvictionFigure(
+            scorer,
+            settings.recent,
+            tuple((share, _short(one.kl), _short(one.p95)) for share, one in sorted(points.items())),
+            tuple(_parts(one) for _, one in sorted(points.items())),
+        )
+        for scorer, points in found.items()
+    )
 
 
 def _sensitivity(grid: Grid, shape: ModelShape, checked: Mapping[Action, Quality]) -> tuple[float, ...]:
@@ -266,6 +282,15 @@ def _own_work(measured: Measured) -> tuple[dict[str, float], dict[str, list[floa
         median, low, high = median_and_quartiles(values)
         middle[family], spread[family] = _short(median), [_short(low), _short(high)]
     return middle, spread
+
+
+def _dense_by_rows(records: Iterable[Record]) -> tuple[tuple[int, float], ...]:
+    """(rows, seconds per token) of the dense cache beside every action that was timed: medians."""
+    found: dict[int, list[float]] = {}
+    for r in records:
+        if r["state"] == "real":
+            found.setdefault(int(r["context"]), []).append(float(r["dense_seconds"]))
+    return tuple((rows, _short(statistics.median(all_of))) for rows, all_of in sorted(found.items()))
 
 
 def _dense_seconds(records: Iterable[Record]) -> float | None:

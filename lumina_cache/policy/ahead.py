@@ -1,0 +1,249 @@
+"""Where the prompt is expected to end: what is held there, and what will have to be done on the way.
+
+An action is judged there and not after the next chunk. Bytes per row are known, so it is known how many rows will fit; when
+they do not all fit, something else has to follow: rows are evicted, or all are stored in a coarser codec. The cheaper of the
+two is part of what the action costs. Otherwise fine codecs would be followed by slightly coarser ones, chunk after chunk,
+each of them on top of the damage of the one before.
+
+How long a prompt is nobody says; see :attr:`~lumina_cache.policy.values.State.prompt_tokens` for what is expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..actions import Action, Evict
+from ..apply import not_built
+from ..backend.feasibility import Facts, Reason
+from ..estimate import LANE_KINDS, Held
+from ..figure_columns import CodecColumns
+from ..profile import Profile
+from .columns import ALL_ROWS, Column
+from .score import TIME_PER_POINT, Inputs, quality_points
+from .values import State
+
+__all__ = ["Against", "Ahead", "Ends", "Taken", "able_codecs", "coarsest_bits"]
+
+Array = Any  #: numpy.ndarray
+
+#: Reasons against an action, from what was tried before.
+Against = Callable[[Action], tuple[Reason, ...]]
+
+#: Bits of dense rows, where only the order counts.
+_DENSE = 99
+
+
+def coarsest_bits(layers: Sequence[Held]) -> tuple[int, int]:
+    """Fewest bits of keys and of values in any of the layers."""
+    sides = [(one.layout.keys.code_bits, one.layout.values.code_bits) for one in layers]
+    keys = min((_DENSE if k is None else k for k, _ in sides), default=_DENSE)
+    return keys, min((_DENSE if v is None else v for _, v in sides), default=_DENSE)
+
+
+def able_codecs(facts: Facts, codecs: CodecColumns) -> Array:
+    """Codecs that this backend can store these layers in, whatever they hold by now."""
+    able = np.array([one <= facts.profile.present for one in codecs.requires], bool)
+    if facts.rows_must_stay:
+        able &= codecs.unit == 1
+    for kind, key_dim, value_dim in facts.dims:
+        fits = codecs.fits(key_dim, value_dim)
+        able &= fits | ~codecs.row_by_row if kind in LANE_KINDS else fits
+    return able
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Actions as far as what follows depends on them; arrays of one length."""
+
+    kl: Array  #: of how rows are stored
+    p95: Array
+    step: Array  #: ratio of a decode step with the rows that are left where the prompt ends; NaN for unknown
+    kept: Array  #: share of the rows seen that is held there
+    kept_now: Array  #: and right after the action
+    scorer: Array  #: by which rows are missing, as a place in the profile; −1 for none
+    rows: Array  #: that the action leaves
+    grown: Array  #: and that are gained until then
+    key_bits: Array
+    value_bits: Array
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What actions cost where the prompt ends; arrays of one length."""
+
+    kl: Array
+    p95: Array
+    step: Array  #: of a decode step's time to that of the dense, full cache; NaN for unknown
+    then: Array  #: place of the codec that is expected to follow; −1 for none
+
+
+class Ahead:
+    """The rest of a prompt, for all actions that are weighed in one state.
+
+    Args:
+        columns: of the layers; None if there are none, then rows can only be evicted later.
+        against: codecs that are of no use, because they were refused when they were tried.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        profile: Profile,
+        facts: Facts,
+        same: Inputs,
+        columns: Sequence[Column] | None,
+        against: Against | None = None,
+    ) -> None:
+        self.state, self.profile, self.same, self.limit = state, profile, same, state.limit.nbytes
+        kv = [one for one in state.layers if one.changeable]
+        self.tokens = state.prompt_tokens if kv else 0
+        self.rows, self.offset = (max((n(one) for one in kv), default=0) for n in (_rows, _offset))
+        self.scorers = self._able_scorers(facts)
+        self._codecs = profile.codec_columns
+        self._able = np.zeros(0, np.int64)
+        if columns is not None and self.limit is not None and self.tokens:
+            self._set_codecs(columns, facts, against)
+
+    def _able_scorers(self, facts: Facts) -> Array:
+        """Places of the scorers that rows may be evicted by later; all of them where none may."""
+        names = self.profile.eviction_columns.scorers
+        by = self.state.evicted_by
+        usable = [i for i, name in enumerate(names) if by in (None, name)] or list(range(len(names)))
+        can = [
+            i
+            for i in usable
+            if not facts.rows_must_stay
+            and not_built(one := Evict(names[i], rows=1)) is None
+            and one.requires <= facts.profile.present
+        ]
+        return np.array(can or usable, np.int64)
+
+    def _set_codecs(self, columns: Sequence[Column], facts: Facts, against: Against | None) -> None:
+        able = able_codecs(facts, self._codecs)
+        if against is not None:
+            able &= np.array([not against(one) for one in self._codecs.actions], bool)
+        places = self._able = np.flatnonzero(able)
+        nbytes = np.zeros(places.shape, np.int64)
+        each = np.zeros(places.shape, np.int64)
+        for one in columns:
+            nbytes = nbytes + one.nbytes_next(np.full(places.shape, ALL_ROWS), places, self.state.tokens)
+            held = one.held
+            if held.changeable:
+                kinds = self._codecs.kinds(held.layout, held.key_width, held.value_width, held.itemsize)
+                each = each + held.count * kinds.row[places]
+        #: Bytes of the rows held now, and of a row more in all layers, by codec.
+        self._nbytes, self._each = nbytes, each
+
+    # -- rows -------------------------------------------------------------------------------------------------------
+
+    def grown(self, nbytes_next: Any, each: Any) -> Any:
+        """Rows that layers gain until the prompt ends, of those to come: as many as fit.
+
+        Args:
+            nbytes_next: bytes after the coming step and one token more; integers, or arrays of them.
+            each: bytes of a row more in all layers.
+        """
+        if self.limit is None or not self.tokens:
+            return np.zeros_like(nbytes_next) + self.tokens
+        fit = self.state.tokens + 1 + (self.limit - nbytes_next) // np.maximum(each, 1)
+        return np.minimum(fit, self.tokens)
+
+    def left(self, rows: Any, grown: Any, share: float = 1.0) -> Any:
+        """Rows of a layer when ``share`` of the rest of the prompt has been read."""
+        return np.maximum(1, rows + np.minimum(grown, int(share * self.tokens)))
+
+    def seen(self, offset: int, share: float = 1.0) -> int:
+        """Tokens that a layer has seen by then."""
+        return offset + int(share * self.tokens)
+
+    def rows_of(self, held: Held, grown: int, share: float = 1.0) -> int:
+        """The same of one layer; sliding windows hold what they hold."""
+        return int(self.left(held.rows, grown, share)) if held.changeable else held.rows
+
+    def dense_ratio(
+        self, held: Held, rows: int, at: Callable[[float], float | None], share: float = 1.0
+    ) -> float:
+        """Time over ``rows`` dense rows to that over all that were seen; 1 where nobody measured it."""
+        most = at(self.seen(held.offset, share)) if held.changeable else None
+        return (at(rows) or most) / most if most else 1.0
+
+    # -- what follows -----------------------------------------------------------------------------------------------
+
+    def ends(self, x: Taken) -> Ends:
+        """What actions cost where the prompt ends."""
+        kl, p95 = self._evicted(x.scorer, x.kept)
+        found = Ends(x.kl + kl, x.p95 + p95, x.step.copy(), np.full(len(x.kl), -1, np.int64))
+        short = np.flatnonzero((x.grown < self.tokens) & ~np.isnan(x.kl))
+        if not short.size or not self._able.size:
+            return found
+        stored = np.stack([x.rows[short], x.key_bits[short], x.value_bits[short]])
+        once, which = np.unique(stored, axis=1, return_inverse=True)
+        more_kl, more_p95, step, then = (one[which.ravel()] for one in self._recoded(*once))
+        kl, p95 = self._evicted(x.scorer[short], x.kept_now[short])
+        other = Ends(x.kl[short] + kl + more_kl, x.p95[short] + p95 + more_p95, step, then)
+        further = self._points(found.kl[short], found.p95[short], found.step[short])
+        better = self._points(other.kl, other.p95, other.step) < further
+        for column, values in zip(vars(found).values(), vars(other).values(), strict=True):
+            column[short] = np.where(better, values, column[short])
+        return found
+
+    def _evicted(self, scorer: Array, kept: Array) -> tuple[Array, Array]:
+        """Damage of the missing rows; by the best scorer there is where nobody has chosen any yet."""
+        curves = self.profile.eviction_columns
+        kl, p95 = np.zeros(len(kept)), np.zeros(len(kept))
+        missing = kept < 1.0
+        chosen = np.flatnonzero(missing & (scorer >= 0))
+        kl[chosen], p95[chosen] = curves.at(scorer[chosen], kept[chosen])
+        free = np.flatnonzero(missing & (scorer < 0))
+        if free.size and self.scorers.size:
+            shares, which = np.unique(kept[free], return_inverse=True)
+            each = [curves.at(np.full(len(shares), i), shares) for i in self.scorers]
+            kls, tails = (np.stack([one[k] for one in each]) for k in (0, 1))
+            best = kls.argmin(0)
+            kl[free] = kls[best, np.arange(len(shares))][which]
+            p95[free] = tails[best, np.arange(len(shares))][which]
+        return kl, p95
+
+    def _recoded(self, rows: Array, key_bits: Array, value_bits: Array) -> tuple[Array, Array, Array, Array]:
+        """KL, p95 and step of the best coarser codec that holds all rows until the end, and its place; infinite for none."""
+        codecs, places = self._codecs, self._able
+        more = rows[:, None] + self.tokens - self.rows - self.state.tokens - 1
+        fits = self._nbytes + self._each * more <= (self.limit or 0)
+        keys, values = codecs.key_bits[places], codecs.value_bits[places]
+        fits &= (keys <= key_bits[:, None]) & (values <= value_bits[:, None])
+        fits &= (keys < key_bits[:, None]) | (values < value_bits[:, None])
+        kl, p95 = codecs.kl[places], codecs.p95[places]
+        at = (rows + self.tokens).astype(float)
+        steps = codecs.times.at(np.broadcast_to(places, fits.shape), np.broadcast_to(at[:, None], fits.shape))
+        steps = steps * codecs.dense_step(at, self.seen(self.offset))[:, None]
+        points = np.where(fits, self._points(kl, p95, steps), np.inf)
+        best, none = points.argmin(1), ~fits.any(1)
+        return (
+            np.where(none, np.inf, kl[best]),
+            np.where(none, np.inf, p95[best]),
+            steps[np.arange(len(rows)), best],
+            places[best],
+        )
+
+    def _points(self, kl: Array, p95: Array, step: Array) -> Array:
+        """Q and T, for choosing between two ways on; a time that nobody measured counts as nothing."""
+        x = self.same
+        prompt = x.prompt_tokens * (x.prompt_seconds or 0.0)
+        steps = (x.step_seconds or 0.0) * max(1, x.horizon)
+        known = np.where(np.isnan(step), 1.0, step)
+        with np.errstate(invalid="ignore"):
+            quality = np.where(np.isinf(kl), np.inf, quality_points(kl, p95, np.maximum))
+        ratio = known if not steps else (prompt + steps * known) / (prompt + steps)
+        return quality + self.state.weights.time * np.log(ratio) / TIME_PER_POINT
+
+
+def _rows(held: Held) -> int:
+    return held.rows
+
+
+def _offset(held: Held) -> int:
+    return held.offset
