@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 #: Version of the event table. A reader refuses lines of any other.
-SCHEMA = 2
+SCHEMA = 3
 
 #: Records kept in memory per cache.
 KEPT_IN_MEMORY = 1000
@@ -111,6 +111,7 @@ EVENTS: Mapping[str, Mapping[str, Field]] = MappingProxyType(
             "candidates": _field("every action weighed: bytes, score terms, reasons if infeasible", list),
             "action_space": _field("version of the list of actions", str),
             "profile": _field("name of the profile that the figures of quality and time come from", str),
+            "recall": _field("share of what comes next that is taken to be copied, in every KL", *_NUMBER),
             "chosen": _field("text form of the action", str),
             "why": _field("one sentence", str),
             "seconds": _field("time the decision took", *_NUMBER),

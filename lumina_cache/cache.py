@@ -27,6 +27,7 @@ from .estimate import after_append, emptied, merge_equal, nbytes_allocated
 from .export import to_mlx
 from .layers import ManagedLayer, adopt, leaves, managed
 from .policy import POLICIES, Policy
+from .profile import RECALL
 from .reach import Reach
 from .rows import Pinned
 from .steps import StepTracker
@@ -109,8 +110,12 @@ class LuminaCache(list[Any]):
         guard: whether layers whose rows a codec would spoil get more bits, or stay as they are; a number is the noise
             that is let through, see :mod:`lumina_cache.guarding`. False: every codec is used as asked.
         horizon: how many tokens the caller expects this cache to see in all (prompt, generated and drafted ones); None
-            if not known. Used to say early whether rows may have to be evicted (or a sliding window may wrap), which
-            speculative decoding and prefix reuse need to know.
+            if not known. Decisions while a prompt is read look no further ahead than that; without it they expect as much
+            again as they have seen. Also used to say early whether rows may have to be evicted (or a sliding window may
+            wrap), which speculative decoding and prefix reuse need to know.
+        recall: how much of what comes next will ask again for something that was said before, word by word: 0 for text
+            that only goes on, 1 where everything is looked up. The more, the more dropping rows costs beside storing
+            them coarsely.
         rung: how deep the cache reaches into mlx-lm. ``"native"``: its own layouts and packed attention only; ``"cache"``:
             what an own cache object can do; ``"hook"``: the model's attention calls too, for as long as the cache is
             open. They are watched, so that rows can be ranked by the attention they draw, and served from codes where
@@ -124,6 +129,7 @@ class LuminaCache(list[Any]):
     Raises:
         ActionInfeasibleError: the plan can never be carried out with this model.
         BackendInterfaceError: the installed mlx-lm is not one whose interface is known.
+        ProfileFormatError: the model's own profile does not say what ``recall`` needs.
         BudgetError: the budget cannot be read, or is smaller than the smallest that can be held for this model.
         UnsupportedCacheError: the model's cache cannot be managed (batched caches), or cannot be joined with a draft's.
     """
@@ -144,6 +150,7 @@ class LuminaCache(list[Any]):
         protect: range | Iterable[range] = (),
         disk: DiskStore | str | os.PathLike[str] | bool | None = None,
         guard: bool | float = True,
+        recall: float = RECALL,
         rung: str | Rung = "cache",
         observe: Iterable[str] | str | None = None,
         group: Any | None = None,
@@ -171,6 +178,7 @@ class LuminaCache(list[Any]):
             watch=telemetry is not None and telemetry is not False,
             log=audit,
             horizon=horizon,
+            recall=_recall(recall),
             plan=standing,
             protect=_ranges(protect),
             disk=_disk(disk),
@@ -188,6 +196,9 @@ class LuminaCache(list[Any]):
         if self._control.ranks is not None and self._control.decider is not None:
             # Probing runs the model, and with it collectives that every rank has to enter.
             self._control.fit(self._control.trackers[0], self._control.decider)
+        if recall != RECALL and self._control.decider is not None:
+            # Now, so that what the profile lacks is not found out during generation.
+            self._control.decider.profile.with_recall(recall)
         if nbytes is not None and self._control.decider is not None:
             self._check_budget(nbytes)
         self._control.check_plan()
@@ -515,6 +526,15 @@ def _guard(guard: bool | float) -> float | None:
             "by default)"
         )
     return float(guard)
+
+
+def _recall(recall: float) -> float:
+    if isinstance(recall, bool) or not isinstance(recall, int | float) or not 0.0 <= recall <= 1.0:
+        raise UnsupportedCacheError(
+            f"recall={recall!r}: give a share from 0 (the text only goes on) to 1 (everything is looked up); it is "
+            f"{RECALL} by default"
+        )
+    return float(recall)
 
 
 def policy_of(policy: Policy | str | None, plan: Action | None) -> Policy | None:

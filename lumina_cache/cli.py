@@ -148,6 +148,14 @@ def run(
     protect: Protect = None,
     disk: Disk = None,
     log: LogPath = None,
+    recall: Annotated[
+        float,
+        typer.Option(
+            help="How much of the answer will repeat what the prompt says, word by word: 0 (none of it) to 1.",
+            min=0.0,
+            max=1.0,
+        ),
+    ] = 0.5,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 256,
     raw: Annotated[
         bool, typer.Option("--raw", help="Pass the prompt as it is, without the chat template.")
@@ -167,6 +175,7 @@ def run(
         protect=[_range(one) for one in protect or ()],
         disk=None if disk is None else True if disk == "default" else disk,
         log=log,
+        recall=recall,
         max_tokens=max_tokens,
         raw=raw,
         as_json=json,

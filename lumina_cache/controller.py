@@ -43,7 +43,7 @@ from .fingerprint import remembered_fingerprint
 from .guarding import Guard
 from .layers import KVCache, ManagedLayer, RotatingKVCache
 from .policy import DEFAULT_HORIZON, Limit, Policy, State
-from .profile import Profile
+from .profile import RECALL, Profile
 from .profile_home import profile_for
 from .reach import Reach
 from .rows import Pinned
@@ -93,6 +93,7 @@ class Controller:
         watch: bool,
         log: AuditLog,
         horizon: int | None,
+        recall: float = RECALL,
         plan: Action | None = None,
         protect: Pinned = (),
         disk: Lease | None = None,
@@ -109,6 +110,7 @@ class Controller:
             None if policy is None else Decider(policy, budget, read_machine, log, self._find_profile)
         )
         self.horizon = horizon
+        self.recall = recall
         self.plan = None if plan is None else StandingPlan(plan)
         self.protect = protect
         self.lease = disk
@@ -713,8 +715,8 @@ class Controller:
         )[:1]
 
     def _find_profile(self) -> Profile:
-        """Figures measured on this model and machine, or the library's own, borrowed."""
-        return profile_for(self.models[0])
+        """Figures measured on this model and machine, or the library's own, borrowed; for this share of recall."""
+        return profile_for(self.models[0]).with_recall(self.recall)
 
     def _execute(
         self,

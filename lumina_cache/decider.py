@@ -182,6 +182,7 @@ class Decider:
             candidates=Deferred(lambda: [c.to_record() for c in candidates], lambda: pack(candidates)),
             action_space=ACTION_SPACE_VERSION,
             profile=self.profile.name,
+            recall=self.profile.recall,
             chosen=str(decision.action),
             why=decision.why,
             seconds=time.perf_counter() - start,

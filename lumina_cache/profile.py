@@ -132,6 +132,7 @@ class Profile:
         tuple[int, float], ...
     ] = ()  #: (rows, seconds of one token of a prompt's chunk), ascending
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    recall: float = RECALL  #: share of copying in every ``kl``
     serves: bool = (
         False  #: whether attention reads codes of our own layouts, or they are decoded at every fetch
     )
@@ -182,6 +183,7 @@ class Profile:
             return self
         return replace(
             self,
+            recall=recall,
             codecs=tuple(replace(one, kl=_mixed(one.parts, recall, self.name)) for one in self.codecs),
             evictors=tuple(
                 replace(

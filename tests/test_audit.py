@@ -194,7 +194,7 @@ def _record(**changes):
         (_record(text=...), r"field 'text' is missing"),
         (_record(text=3), r"field 'text' is 3; expected str"),
         (_record(seq=True), r"field 'seq' is True; expected int"),
-        (_record(schema=99), r"field 'schema' is 99; this version reads schema 2"),
+        (_record(schema=99), r"field 'schema' is 99; this version reads schema 3"),
         (_record(event="warnin"), r"field 'event' is 'warnin'; known events"),
         ([1], r"a record is a JSON object, not list"),
     ],

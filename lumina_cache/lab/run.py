@@ -45,6 +45,7 @@ def run_prompt(
     protect: Sequence[range],
     disk: str | bool | None,
     log: os.PathLike[str] | None,
+    recall: float,
     max_tokens: int,
     raw: bool,
     as_json: bool,
@@ -60,6 +61,7 @@ def run_prompt(
     console = Console(stderr=True)
     with console.status("loading the model"):
         loaded = load_model(model)
+    tokens = chat_tokens(loaded.tokenizer, prompt, raw=raw)
     with LuminaCache(
         loaded.model,
         budget=budget,
@@ -68,8 +70,9 @@ def run_prompt(
         protect=protect,
         disk=disk,
         log=log or True,
+        recall=recall,
+        horizon=len(tokens) + max_tokens,
     ) as cache:
-        tokens = chat_tokens(loaded.tokenizer, prompt, raw=raw)
         answer = stream(loaded, tokens, cache, max_tokens=max_tokens, console=console, show=not as_json)
         if as_json:
             print(json.dumps(_record(loaded.name, answer, cache)))

@@ -28,6 +28,7 @@ from ..estimate import (
     nbytes_allocated,
     nbytes_live,
     parts_carried_out,
+    row_nbytes,
     rows_left,
     scoring_nbytes,
     transient_of_action,
@@ -36,7 +37,7 @@ from ..estimate import (
 from ..evolve import evolve
 from ..profile import CodecFigure, EvictionFigure, Profile
 from ..rows import Pinned
-from .ahead import Against, Ahead, coarsest_bits, row_nbytes
+from .ahead import Against, Ahead, Taken, coarsest_bits
 from .columns import ALL_ROWS, Column, column_of
 from .expected import Expected, Lost, Stored, is_ours, lost_by, own_seconds, source_of, stored
 from .families import Families
@@ -643,12 +644,9 @@ class Weighing:
         figure = -1 if scorer is None else self.profile.eviction_columns.place(scorer)
         if now < 1.0 and figure < 0:
             return Expected(None, None, None, f"no figure for evicting by {scorer}"), ""
-        step = math.nan if x.time_ratio is None else x.time_ratio
-        bits = tuple(np.array([n]) for n in after.bits)
-        found = self.ahead.ends(
-            *(np.array([value]) for value in (x.kl, x.p95, step, kept, now, figure, after.rows, after.grown)),
-            bits=(bits[0], bits[1]),
-        )
+        ratio = math.nan if x.time_ratio is None else x.time_ratio
+        values = (x.kl, x.p95, ratio, kept, now, figure, after.rows, after.grown, *after.bits)
+        found = self.ahead.ends(Taken(*(np.array([value]) for value in values)))
         kl, p95, step = (float(one[0]) for one in (found.kl, found.p95, found.step))
         place = int(found.then[0])
         known = Expected(
@@ -711,9 +709,7 @@ class Weighing:
         grown = int(self.ahead.grown(nbytes, sum(one.count * row_nbytes(one) for one in rows)))
         known = stored(after, self.profile, self.ahead, grown, lost, own)
         left = max((one.rows for one in rows), default=0)
-        return _After(
-            known, lost, nbytes, peak, before, chosen_from, left, grown, coarsest_bits(rows)
-        )
+        return _After(known, lost, nbytes, peak, before, chosen_from, left, grown, coarsest_bits(rows))
 
 
 def _feasible_codecs(candidates: Iterable[Candidate]) -> list[Quantize]:

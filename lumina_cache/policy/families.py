@@ -17,7 +17,7 @@ from ..estimate import Held, nbytes_allocated, nbytes_live, rows_left, whole_blo
 from ..evolve import evolve
 from ..figure_columns import CodecColumns, EvictionColumns
 from ..profile import Profile
-from .ahead import Ahead, able_codecs, coarsest_bits
+from .ahead import Ahead, Taken, able_codecs, coarsest_bits
 from .columns import ALL_ROWS, Changed, Column, column_of
 from .expected import is_ours, own_seconds, source_of
 from .score import OVERFLOW_POINTS, Inputs, Score, exceeds, quality_points, time_points
@@ -139,7 +139,9 @@ class Families:
             each = each + held.count * np.where(one.coded, kinds.row[self.codecs], kinds.row[-1])
             left = np.maximum(left, one.rows)
             now = coarsest_bits([held])
-            keys = np.minimum(keys, np.where(one.coded, np.append(of_codecs.key_bits, 0)[self.codecs], now[0]))
+            keys = np.minimum(
+                keys, np.where(one.coded, np.append(of_codecs.key_bits, 0)[self.codecs], now[0])
+            )
             values = np.minimum(
                 values, np.where(one.coded, np.append(of_codecs.value_bits, 0)[self.codecs], now[1])
             )
@@ -222,11 +224,18 @@ class Families:
         missing_by = -1 if by is None else self.of_scorers.place(by)
         scorer = np.where(self.scorer >= 0, self.scorer, missing_by)
         ends = self.ahead.ends(
-            *(one[family] for one in (stored.kl, stored.p95, stored.time_ratio, stored.kept, stored.kept_now)),
-            scorer,
-            self.left[family],
-            self.grown[family],
-            (self.bits[0][family], self.bits[1][family]),
+            Taken(
+                kl=stored.kl[family],
+                p95=stored.p95[family],
+                step=stored.time_ratio[family],
+                kept=stored.kept[family],
+                kept_now=stored.kept_now[family],
+                scorer=scorer,
+                rows=self.left[family],
+                grown=self.grown[family],
+                key_bits=self.bits[0][family],
+                value_bits=self.bits[1][family],
+            )
         )
         self.kl, self.p95, self.time_ratio, self.then = ends.kl, ends.p95, ends.step, ends.then
         self.prompt_ratio = stored.prompt_ratio[family]

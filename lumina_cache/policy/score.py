@@ -75,7 +75,9 @@ class Inputs:
     prompt_seconds: float | None = (
         None  #: of one token of a prompt with the dense, full cache; None: left out of T
     )
-    kept: float = 1.0  #: least share of the rows seen that a layer is expected to hold at the end of the prompt
+    kept: float = (
+        1.0  #: least share of the rows seen that a layer is expected to hold at the end of the prompt
+    )
     then: str = ""  #: codec that is expected to follow until then; its damage is in ``kl``
     error_mean: float = 0.0  #: of ln(observed/predicted) peak bytes so far
     error_spread: float = 0.0
