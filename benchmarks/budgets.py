@@ -15,6 +15,10 @@ Then 64 tokens are teacher-forced, passages copied, pairs looked up, and decode 
 score is that of the policy, from measured figures: Q of the KL; T of (processor seconds of the prompt, and of the action,
 and 256 decode steps at the measured ratio) over the same of the dense cache; R = 100 where more than the budget is held.
 
+There are two yardsticks: text that only goes on (``recall=0``: KL of the 64 tokens), and text of which half is copied
+(``recall=0.5``, the policy's default: mean of that and of the KL of the copied passages). The adaptive cache is measured
+once as told the one, and once as told the other.
+
 The budget is a share of what mlx-lm's dense cache takes at the end, in float32: half of it is the whole of a 16-bit cache.
 Run again with the same ``--out``, it goes on.
 """
@@ -67,7 +71,13 @@ SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 LEAST_USED = 0.4
 CONTEXT, CHUNK, HORIZON = 4096, 256, 256
 SCORED, TIMED = 64, 6
+RECALLS = (0.5, 0.0)
+YARDSTICKS = {0.5: "Half of what follows is copied", 0.0: "The text only goes on"}
 RUNGS = (Rung.CACHE, Rung.HOOK)
+#: What can be measured apart, into the same file.
+KINDS = ("adaptive", "fixed")
+#: What tells one record from another.
+PLACE = ("document", "share", "rung", "what", "family")
 
 CODECS = (
     "quant:affine,bits=8,group=64",
@@ -86,7 +96,12 @@ JOINED = (
 )
 SCORERS = {Rung.CACHE: ("sinks_window", "query_bank"), Rung.HOOK: ("h2o_mean",)}
 #: At rung hook: served by the library's own attention, and otherwise what the same codec at rung cache is.
-SERVED = ("quant:kivi_hadamard_packed,bits=4,group=64", "quant:hadamard_packed,bits=4,group=64")
+SERVED = (
+    "quant:kivi_packed,bits=8,group=64",
+    "quant:kivi_hadamard_packed,bits=4,group=64",
+    "quant:hadamard_packed,bits=4,group=64",
+    "quant:kivi_packed,bits=3,group=64",
+)
 STOCK_BITS = (8, 4)
 
 
@@ -219,13 +234,14 @@ class Trial(Bench):
         each = held_all(self.full)
         return State("decode", self.plan.scored, merge_equal(each), limit, Limit(limit, "the budget"), each)
 
-    def asked(self, cache: Any) -> dict[str, Any]:
-        """Copying and lookup."""
-        copies = self._copies(cache)
-        found = {"copy_kl": copies["kl_mean"], "copy_accuracy": copies["accuracy"]}
-        if self.asks.lookups:
-            found["lookup_accuracy"] = self._lookups(cache)["accuracy"]
-        return found
+    def copies(self, cache: Any) -> dict[str, Any]:
+        """What is copied, and its KL to the full cache's copies."""
+        found = self._copies(cache)
+        return {"copy_kl": found["kl_mean"], "copy_accuracy": found["accuracy"]}
+
+    def lookups(self, cache: Any) -> dict[str, Any]:
+        """What is looked up."""
+        return {"lookup_accuracy": self._lookups(cache)["accuracy"]} if self.asks.lookups else {}
 
     @property
     def row_nbytes(self) -> int:
@@ -289,7 +305,7 @@ def watched() -> Iterator[dict[str, Any]]:
     seen["peak"] = mx.get_peak_memory() - before
 
 
-def scored(figures: Mapping[str, Any], dense_prompt: float, step: float) -> dict[str, float]:
+def scored(figures: Mapping[str, Any], dense_prompt: float, step: float, recall: float) -> dict[str, float]:
     """Score of measured figures. T: the prompt, what was done, and the horizon's steps."""
     prompt = figures.get("prompt_seconds", dense_prompt) + figures.get("action_seconds", 0.0)
     t = prompt + HORIZON * step * figures["time"]["ratio"]
@@ -298,7 +314,7 @@ def scored(figures: Mapping[str, Any], dense_prompt: float, step: float) -> dict
         nbytes_peak=0,
         limit=1,
         memory=None,
-        kl=figures["T1"]["kl_mean"],
+        kl=(1 - recall) * figures["T1"]["kl_mean"] + recall * figures["asked"]["copy_kl"],
         p95=figures["T1"]["kl_p95"],
         lost_kl=None,
         lost_p95=None,
@@ -311,10 +327,10 @@ def scored(figures: Mapping[str, Any], dense_prompt: float, step: float) -> dict
     return dict(score(inputs).to_record())
 
 
-def adaptive(trial: Trial, budget: int, rung: Rung) -> dict[str, Any]:
+def adaptive(trial: Trial, budget: int, rung: Rung, recall: float) -> dict[str, Any]:
     """The budget held from the first row on."""
     most, over = 0, 0
-    with LuminaCache(trial.model, budget=budget, telemetry=False, rung=rung) as cache:
+    with LuminaCache(trial.model, budget=budget, telemetry=False, rung=rung, recall=recall) as cache:
         tokens, chunk = trial.task.context, trial.plan.chunk
         start = time.perf_counter()
         with watched() as seen:
@@ -329,7 +345,7 @@ def adaptive(trial: Trial, budget: int, rung: Rung) -> dict[str, Any]:
             "peak": seen["peak"],
             "held_most": most,
             "chunks_over": over,
-            "asked": trial.asked(cache),
+            "asked": {**trial.copies(cache), **trial.lookups(cache)},
             **trial.answers(cache, budget, one_by_one=True),
         }
         decisions = [r for r in cache.log.records if r["event"] == "decision"]
@@ -364,43 +380,44 @@ def changed(trial: Trial, one: Fixed) -> Iterator[tuple[Any, dict[str, Any]]]:
 def fixed(trial: Trial, budget: int, one: Fixed) -> dict[str, Any]:
     """One action on a copy of the full cache."""
     with changed(trial, one) as (cache, figures):
-        return {**figures, **trial.answers(cache, budget, one_by_one=False)}
+        asked = trial.copies(cache)
+        return {**figures, "asked": asked, **trial.answers(cache, budget, one_by_one=False)}
 
 
 def asked_of(trial: Trial, one: Fixed) -> dict[str, Any]:
-    """What it still copies and looks up; asked of those alone that turned out best."""
+    """What it still looks up; asked of those alone that turned out best."""
     with changed(trial, one) as (cache, figures):
-        return {"action": figures["action"], "asked": trial.asked(cache)}
+        return {"action": figures["action"], "asked": trial.lookups(cache)}
 
 
 # -- all of it ------------------------------------------------------------------------------------------------------
 
 
 def run(
-    loaded: LoadedModel, documents: Sequence[EvalDocument], settings: Plan, out: Path
+    loaded: LoadedModel,
+    documents: Sequence[EvalDocument],
+    settings: Plan,
+    out: Path,
+    kinds: Sequence[str] = KINDS,
 ) -> list[dict[str, Any]]:
     """Measure what is not in the file yet, a line for each."""
     unfinished = out.with_name(out.name + ".partial")
     header = {"conditions": conditions(loaded), "settings": settings.to_record(), "shares": list(SHARES)}
     records = _known(unfinished, header)
-    done = {(r["document"], r["share"], r["rung"], r["what"], r["family"]) for r in records}
+    done = {tuple(r[key] for key in PLACE) for r in records}
     with unfinished.open("a") as file:
 
         def add(record: dict[str, Any]) -> None:
             records.append(record)
             file.write(json.dumps(record) + "\n")
             file.flush()
-            score_total = record.get("score", {}).get("total")
-            print(
-                f"{record['document']} {record['share']} {record['rung']} {record['what']} {record['family']} "
-                f"{'' if score_total is None else round(score_total, 2)}",
-                flush=True,
-            )
+            totals = {recall: round(one["total"], 2) for recall, one in record.get("scores", {}).items()}
+            print(*(record[key] for key in PLACE), *totals.items(), flush=True)
 
         if not records:
             file.write(json.dumps(header) + "\n")
         for index, document in enumerate(documents):
-            _one(loaded, document, index, settings, done, records, add)
+            _one(loaded, document, index, settings, kinds, done, records, add)
     return records
 
 
@@ -419,7 +436,12 @@ def _what(one: Fixed) -> str:
 
 def _chosen(records: Sequence[Mapping[str, Any]], document: str, share: float, one: Fixed) -> bool:
     """Whether it is the best of its budget: of mlx-lm's, at rung cache, or at rung hook."""
-    rows = [r for r in rows_of(records) if r["document"] == document and r["share"] == share]
+    rows = [
+        r
+        for recall in RECALLS
+        for r in rows_of(records, recall)
+        if r["document"] == document and r["share"] == share
+    ]
     best = [r[who] for r in rows for who in ("oracle", "mlx-lm") if r[who] is not None]
     return any(b["family"] == one.family and b["rung"] == one.rung.name.lower() for b in best)
 
@@ -429,6 +451,7 @@ def _one(
     document: EvalDocument,
     index: int,
     settings: Plan,
+    kinds: Sequence[str],
     done: set[tuple[Any, ...]],
     records: Sequence[Mapping[str, Any]],
     add: Callable[[dict[str, Any]], None],
@@ -454,13 +477,17 @@ def _one(
             add({**record, "state": "backend_infeasible", "reasons": [dict(r) for r in refusal.reasons]})
             return
         if "T1" in found:
-            found["score"] = scored(found, prompt, step)
+            found["scores"] = {str(recall): scored(found, prompt, step, recall) for recall in RECALLS}
         add({**record, "state": "real", **found})
 
     for share in SHARES:
         budget = int(share * nbytes)
-        for rung in RUNGS:
-            take(share, rung, "adaptive", "", partial(adaptive, trial, budget, rung))
+        for rung in RUNGS if "adaptive" in kinds else ():
+            for recall in RECALLS:
+                measure = partial(adaptive, trial, budget, rung, recall)
+                take(share, rung, "adaptive", f"recall={recall}", measure)
+        if "fixed" not in kinds:
+            continue
         state = trial.state(budget)
         grid = [*stock(state), *(one for rung in RUNGS for one in solved(state, rung))]
         for one in grid:
@@ -474,12 +501,16 @@ def _one(
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 
-def _best(records: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    within = [r for r in records if r.get("state") == "real" and r["score"]["total"] is not None]
-    return max(within, key=lambda r: r["score"]["total"], default=None)
+def _total(record: Mapping[str, Any], recall: float) -> float:
+    return float(record["scores"][str(recall)]["total"])
 
 
-def rows_of(records: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def _best(records: Iterable[Mapping[str, Any]], recall: float) -> Mapping[str, Any] | None:
+    within = [r for r in records if r.get("state") == "real"]
+    return max(within, key=lambda r: _total(r, recall), default=None)
+
+
+def rows_of(records: Sequence[Mapping[str, Any]], recall: float) -> Iterator[dict[str, Any]]:
     """For every document, budget and rung: adaptive, the best fixed action at that rung or a lower one, mlx-lm's best."""
     for document in dict.fromkeys(r["document"] for r in records):
         mine = [r for r in records if r["document"] == document]
@@ -491,15 +522,19 @@ def rows_of(records: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
                     "document": document,
                     "share": share,
                     "rung": rung.name.lower(),
-                    "adaptive": _best(
-                        r for r in here if r["what"] == "adaptive" and r["rung"] == rung.name.lower()
-                    ),
-                    "oracle": _best(r for r in here if r["what"] == "fixed" and r["rung"] in names),
-                    "mlx-lm": _best(r for r in here if r["what"] == "mlx-lm"),
+                    "adaptive": _best(_told(here, rung, recall), recall),
+                    "oracle": _best((r for r in here if r["what"] == "fixed" and r["rung"] in names), recall),
+                    "mlx-lm": _best((r for r in here if r["what"] == "mlx-lm"), recall),
                 }
 
 
-def families(records: Sequence[Mapping[str, Any]], rung: Rung) -> dict[str, float]:
+def _told(records: Iterable[Mapping[str, Any]], rung: Rung, recall: float) -> list[Mapping[str, Any]]:
+    """Of the adaptive cache, those that were told this."""
+    place = ("adaptive", rung.name.lower(), f"recall={recall}")
+    return [r for r in records if (r["what"], r["rung"], r["family"]) == place]
+
+
+def families(records: Sequence[Mapping[str, Any]], rung: Rung, recall: float) -> dict[str, float]:
     """Mean score over documents and budgets of each family that ever ran; where it does not fit, R alone: -100."""
     names = {"cache"} if rung is Rung.CACHE else {"cache", "hook"}
     cells = [(d, s) for d in dict.fromkeys(r["document"] for r in records) for s in SHARES]
@@ -507,13 +542,14 @@ def families(records: Sequence[Mapping[str, Any]], rung: Rung) -> dict[str, floa
     fixed_ones = [r for r in records if r["what"] in ("fixed", "mlx-lm") and r.get("state") == "real"]
     usable = [r for r in fixed_ones if r["what"] == "mlx-lm" or r["rung"] in names]
     for family in dict.fromkeys(r["family"] for r in usable):
-        best = {(r["document"], r["share"]): r["score"]["total"] for r in usable if r["family"] == family}
+        best = {(r["document"], r["share"]): _total(r, recall) for r in usable if r["family"] == family}
         # Where the rows fit as they are, a family of evictions keeps them all.
-        keeps = {(r["document"], r["share"]): r["score"]["total"] for r in usable if r["family"] == "keep"}
+        keeps = {(r["document"], r["share"]): _total(r, recall) for r in usable if r["family"] == "keep"}
         fallback = keeps if family.startswith(("evict", "mlx-lm:max")) else {}
         found[family] = statistics.fmean(best.get(c, fallback.get(c, -100.0)) for c in cells)
-    own = [r for r in records if r["what"] == "adaptive" and r["rung"] == rung.name.lower()]
-    found["adaptive"] = statistics.fmean(r["score"]["total"] for r in own)
+    own = _told(records, rung, recall)
+    if own:
+        found["adaptive"] = statistics.fmean(_total(r, recall) for r in own)
     return dict(sorted(found.items(), key=lambda one: -one[1]))
 
 
@@ -533,13 +569,23 @@ COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None], str], ...
 
 
 def as_markdown(records: Sequence[Mapping[str, Any]]) -> str:
-    """Means over the documents, for each budget and rung; then what every family scores over all budgets."""
+    """For each yardstick means over the documents by budget and rung; then what every family scores over all budgets."""
     full = {r["document"]: r for r in records if r["what"] == "full"}
+    parts: list[str] = []
+    for recall in RECALLS:
+        parts += [f"### {YARDSTICKS[recall]}", "", *_by_budget(records, full, recall), ""]
+        parts += [*_families_table(records, recall), ""]
+    return "\n".join([*parts, *_notes(records, full)])
+
+
+def _by_budget(
+    records: Sequence[Mapping[str, Any]], full: Mapping[str, Mapping[str, Any]], recall: float
+) -> list[str]:
     asked = {_place(r): r["asked"] for r in records if r["what"] == "asked"}
 
     def completed(record: Mapping[str, Any]) -> dict[str, Any]:
         held = record["nbytes"] / full[record["document"]]["nbytes"]
-        questions = {"asked": asked[_place(record)]} if _place(record) in asked else {}
+        questions = asked.get(_place(record), {})
         own = full[record["document"]]
         # What is done to the full cache comes on top of it, after its prompt.
         peak = (
@@ -547,11 +593,13 @@ def as_markdown(records: Sequence[Mapping[str, Any]]) -> str:
             if record["what"] == "adaptive"
             else max(own["peak"], own["nbytes"] + record["peak"])
         )
-        return {**record, "share_held": held, "peak": peak, **questions}
+        questions = {**record["asked"], **questions}
+        score_of = record["scores"][str(recall)]
+        return {**record, "share_held": held, "peak": peak, "asked": questions, "score": score_of}
 
     lines = ["| budget | | " + " | ".join(name for name, _, _ in COLUMNS) + " |"]
     lines.append("| ---: | --- |" + " ---: |" * len(COLUMNS))
-    cells = list(rows_of(records))
+    cells = list(rows_of(records, recall))
     for share in SHARES:
         for who, rung in (
             ("adaptive", "cache"), ("oracle", "cache"), ("adaptive", "hook"), ("oracle", "hook"), ("mlx-lm", "cache"),
@@ -562,8 +610,7 @@ def as_markdown(records: Sequence[Mapping[str, Any]]) -> str:
             name = "mlx-lm's best" if who == "mlx-lm" else f"{who}, rung {rung}"
             values = [_mean_of([read(completed(r)) for r in mine], form) for _, read, form in COLUMNS]
             lines.append(f"| {share:.4g} | {name} | ".replace("| 1 |", "| 1.0 |") + " | ".join(values) + " |")
-    lines += ["", *_families_table(records), "", *_notes(records, full)]
-    return "\n".join(lines)
+    return lines
 
 
 def _place(record: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -575,10 +622,10 @@ def _mean_of(values: Sequence[float | None], form: str) -> str:
     return form.format(statistics.fmean(known)) if len(known) == len(values) and known else "–"
 
 
-def _families_table(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _families_table(records: Sequence[Mapping[str, Any]], recall: float) -> Iterator[str]:
     yield "| mean score over documents and budgets | rung cache | rung hook |"
     yield "| --- | ---: | ---: |"
-    both = [families(records, rung) for rung in RUNGS]
+    both = [families(records, rung, recall) for rung in RUNGS]
     for name in sorted(
         {n for one in both for n in one}, key=lambda n: -max(one.get(n, -1e9) for one in both)
     ):
@@ -613,6 +660,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("budgets.json"))
     parser.add_argument("--domains", nargs="+", default=list(DOMAINS), choices=list(DOMAINS))
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--context", type=int, default=CONTEXT)
     parser.add_argument("--result", type=Path, nargs="+", help="show finished results; nothing is run")
     parser.add_argument("--page", type=Path)
@@ -633,7 +681,7 @@ def main() -> None:
                 loaded.tokenizer, asked.context, 1, settings.length(asked.context), domains=[domain]
             )[0]
         ]
-        records = run(loaded, documents, settings, asked.out)
+        records = run(loaded, documents, settings, asked.out, asked.kinds)
         header = {
             "conditions": conditions(loaded),
             "settings": settings.to_record(),
@@ -644,22 +692,22 @@ def main() -> None:
         records = [r for path in asked.result for r in json.loads(path.read_text())["records"]]
     if asked.page is not None:
         update_page(asked.page, "budgets", as_markdown(records))
-    for row in rows_of(records):
-        print(
-            row["document"],
-            row["share"],
-            row["rung"],
-            *(f"{who}: {_short(row[who])}" for who in ("adaptive", "oracle", "mlx-lm")),
-            sep=" | ",
-        )
-    for rung in RUNGS:
-        print(rung.name, {k: round(v, 2) for k, v in families(records, rung).items()})
+    for recall in RECALLS:
+        print(YARDSTICKS[recall])
+        for row in rows_of(records, recall):
+            found = (f"{who}: {_short(row[who], recall)}" for who in ("adaptive", "oracle", "mlx-lm"))
+            print(row["document"], row["share"], row["rung"], *found, sep=" | ")
+        for rung in RUNGS:
+            print(rung.name, {k: round(v, 2) for k, v in families(records, rung, recall).items()})
 
 
-def _short(record: Mapping[str, Any] | None) -> str:
+def _short(record: Mapping[str, Any] | None, recall: float) -> str:
     if record is None:
         return "none"
-    return f"{record['score']['total']:.2f} KL {record['T1']['kl_mean']:.4f} {record.get('action', record.get('actions'))}"
+    return (
+        f"{_total(record, recall):.2f} KL {record['T1']['kl_mean']:.4f} copying {record['asked']['copy_kl']:.4f} "
+        f"{record.get('action', record.get('actions'))}"
+    )
 
 
 if __name__ == "__main__":
