@@ -11,7 +11,7 @@ How long a prompt is nobody says; see :attr:`~lumina_cache.policy.values.State.p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,7 @@ class Taken:
     kl: Array  #: of how rows are stored
     p95: Array
     step: Array  #: ratio of a decode step with the rows that are left where the prompt ends; NaN for unknown
+    chunk: Array  #: and of the prompt's chunks until then
     kept: Array  #: share of the rows seen that is held there
     kept_now: Array  #: and right after the action
     scorer: Array  #: by which rows are missing, as a place in the profile; −1 for none
@@ -78,6 +79,7 @@ class Ends:
     kl: Array
     p95: Array
     step: Array  #: of a decode step's time to that of the dense, full cache; NaN for unknown
+    chunk: Array  #: the same of a prompt's chunks
     then: Array  #: place of the codec that is expected to follow; −1 for none
 
 
@@ -176,17 +178,18 @@ class Ahead:
     def ends(self, x: Taken) -> Ends:
         """What actions cost where the prompt ends."""
         kl, p95 = self._evicted(x.scorer, x.kept)
-        found = Ends(x.kl + kl, x.p95 + p95, x.step.copy(), np.full(len(x.kl), -1, np.int64))
+        none = np.full(len(x.kl), -1, np.int64)
+        found = Ends(x.kl + kl, x.p95 + p95, x.step.copy(), x.chunk.copy(), none)
         short = np.flatnonzero((x.grown < self.tokens) & ~np.isnan(x.kl))
         if not short.size or not self._able.size:
             return found
-        stored = np.stack([x.rows[short], x.key_bits[short], x.value_bits[short]])
-        once, which = np.unique(stored, axis=1, return_inverse=True)
-        more_kl, more_p95, step, then = (one[which.ravel()] for one in self._recoded(*once))
+        columns = (x.rows, x.grown, x.key_bits, x.value_bits, np.nan_to_num(x.chunk, nan=1.0))
+        once, which = np.unique(np.stack([one[short] for one in columns]), axis=1, return_inverse=True)
+        more = Ends(*(one[which.ravel()] for one in vars(self._recoded(*once)).values()))
         kl, p95 = self._evicted(x.scorer[short], x.kept_now[short])
-        other = Ends(x.kl[short] + kl + more_kl, x.p95[short] + p95 + more_p95, step, then)
-        further = self._points(found.kl[short], found.p95[short], found.step[short])
-        better = self._points(other.kl, other.p95, other.step) < further
+        other = replace(more, kl=x.kl[short] + kl + more.kl, p95=x.p95[short] + p95 + more.p95)
+        further = Ends(*(one[short] for one in vars(found).values()))
+        better = self._points(other) < self._points(further)
         for column, values in zip(vars(found).values(), vars(other).values(), strict=True):
             column[short] = np.where(better, values, column[short])
         return found
@@ -208,36 +211,36 @@ class Ahead:
             p95[free] = tails[best, np.arange(len(shares))][which]
         return kl, p95
 
-    def _recoded(self, rows: Array, key_bits: Array, value_bits: Array) -> tuple[Array, Array, Array, Array]:
-        """KL, p95 and step of the best coarser codec that holds all rows until the end, and its place; infinite for none."""
+    def _recoded(self, rows: Array, grown: Array, key_bits: Array, value_bits: Array, chunk: Array) -> Ends:
+        """The best coarser codec that holds all rows until the end; KL is infinite where there is none.
+
+        Chunks are read as they are stored until rows do not fit any more, and as that codec stores them then.
+        """
         codecs, places = self._codecs, self._able
         more = rows[:, None] + self.tokens - self.rows - self.state.tokens - 1
         fits = self._nbytes + self._each * more <= (self.limit or 0)
         keys, values = codecs.key_bits[places], codecs.value_bits[places]
         fits &= (keys <= key_bits[:, None]) & (values <= value_bits[:, None])
         fits &= (keys < key_bits[:, None]) | (values < value_bits[:, None])
-        kl, p95 = codecs.kl[places], codecs.p95[places]
-        at = (rows + self.tokens).astype(float)
-        steps = codecs.times.at(np.broadcast_to(places, fits.shape), np.broadcast_to(at[:, None], fits.shape))
-        steps = steps * codecs.dense_step(at, self.seen(self.offset))[:, None]
-        points = np.where(fits, self._points(kl, p95, steps), np.inf)
-        best, none = points.argmin(1), ~fits.any(1)
-        return (
-            np.where(none, np.inf, kl[best]),
-            np.where(none, np.inf, p95[best]),
-            steps[np.arange(len(rows)), best],
-            places[best],
-        )
+        which, at = np.broadcast_to(places, fits.shape), rows + self.tokens
+        everywhere = np.broadcast_to(at[:, None], fits.shape)
+        steps = codecs.times.at(which, everywhere) * codecs.dense_step(at, self.seen(self.offset))[:, None]
+        first = (np.maximum(grown, 0.0) / self.tokens)[:, None]
+        chunks = first * chunk[:, None] + (1.0 - first) * codecs.chunk_times.at(which, everywhere)
+        kl, p95 = (np.where(fits, one[places], np.inf) for one in (codecs.kl, codecs.p95))
+        best, each = self._points(Ends(kl, p95, steps, chunks, which)).argmin(1), np.arange(len(rows))
+        return Ends(*(one[each, best] for one in (kl, p95, steps, chunks, which)))
 
-    def _points(self, kl: Array, p95: Array, step: Array) -> Array:
-        """Q and T, for choosing between two ways on; a time that nobody measured counts as nothing."""
-        x = self.same
-        prompt = x.prompt_tokens * (x.prompt_seconds or 0.0)
-        steps = (x.step_seconds or 0.0) * max(1, x.horizon)
-        known = np.where(np.isnan(step), 1.0, step)
+    def _points(self, x: Ends) -> Array:
+        """Q and T, for choosing between ways on; a time that nobody measured counts as that of dense rows."""
+        same = self.same
+        prompt = same.prompt_tokens * (same.prompt_seconds or 0.0)
+        steps = (same.step_seconds or 0.0) * max(1, same.horizon)
+        ratio, chunks = (np.nan_to_num(one, nan=1.0) for one in (x.step, x.chunk))
         with np.errstate(invalid="ignore"):
-            quality = np.where(np.isinf(kl), np.inf, quality_points(kl, p95, np.maximum))
-        ratio = known if not steps else (prompt + steps * known) / (prompt + steps)
+            quality = np.where(np.isinf(x.kl), np.inf, quality_points(x.kl, x.p95, np.maximum))
+        if steps:
+            ratio = (prompt * chunks + steps * ratio) / (prompt + steps)
         return quality + self.state.weights.time * np.log(ratio) / TIME_PER_POINT
 
 

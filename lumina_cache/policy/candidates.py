@@ -644,17 +644,17 @@ class Weighing:
         figure = -1 if scorer is None else self.profile.eviction_columns.place(scorer)
         if now < 1.0 and figure < 0:
             return Expected(None, None, None, f"no figure for evicting by {scorer}"), ""
-        ratio = math.nan if x.time_ratio is None else x.time_ratio
-        values = (x.kl, x.p95, ratio, kept, now, figure, after.rows, after.grown, *after.bits)
+        ratios = (math.nan if one is None else one for one in (x.time_ratio, x.prompt_ratio))
+        values = (x.kl, x.p95, *ratios, kept, now, figure, after.rows, after.grown, *after.bits)
         found = self.ahead.ends(Taken(*(np.array([value]) for value in values)))
-        kl, p95, step = (float(one[0]) for one in (found.kl, found.p95, found.step))
+        kl, p95, step, chunk = (float(one[0]) for one in (found.kl, found.p95, found.step, found.chunk))
         place = int(found.then[0])
         known = Expected(
             kl,
             p95,
             None if math.isnan(step) else step,
             source_of(self.profile) if kept < 1.0 or place >= 0 else x.source,
-            x.prompt_ratio,
+            None if math.isnan(chunk) else chunk,
         )
         return known, "" if place < 0 else self.profile.codec_columns.texts[place]
 

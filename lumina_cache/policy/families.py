@@ -228,6 +228,7 @@ class Families:
                 kl=stored.kl[family],
                 p95=stored.p95[family],
                 step=stored.time_ratio[family],
+                chunk=stored.prompt_ratio[family],
                 kept=stored.kept[family],
                 kept_now=stored.kept_now[family],
                 scorer=scorer,
@@ -237,8 +238,8 @@ class Families:
                 value_bits=self.bits[1][family],
             )
         )
-        self.kl, self.p95, self.time_ratio, self.then = ends.kl, ends.p95, ends.step, ends.then
-        self.prompt_ratio = stored.prompt_ratio[family]
+        self.kl, self.p95, self.then = ends.kl, ends.p95, ends.then
+        self.time_ratio, self.prompt_ratio = ends.step, ends.chunk
         self.damaged = ((stored.kept[family] < 1.0) | (self.then >= 0)) & ~np.isnan(self.kl)
         self.unfigured = (stored.kept_now[family] < 1.0) & ~np.isnan(stored.kl[family]) & (scorer < 0)
         for column in (self.kl, self.p95, self.time_ratio, self.prompt_ratio):
