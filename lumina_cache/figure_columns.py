@@ -5,7 +5,7 @@ Everything here is the same for every state that a profile is used in, and is wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -72,21 +72,19 @@ class Kinds:
     same: Array  #: whether that is how they are stored already
 
 
-@dataclass(frozen=True)
 class _Dense:
-    """Seconds by rows, by ``Profile.step_at`` or ``chunk_at``."""
+    """Seconds by rows, by the arithmetic of ``Profile.step_at`` and ``chunk_at``."""
 
-    at: Callable[[float], float | None]
-
-    @classmethod
-    def of(cls, at: Callable[[float], float | None]) -> _Dense:
-        return cls(lru_cache(1024)(at))
+    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
+        self.curve = Curves.of([points], beyond=True) if points else None
+        self.least = min((seconds for _, seconds in points), default=0.0) / 2
 
     def ratio(self, rows: Array, full: float) -> Array:
-        most = self.at(full)
-        if not most:
+        if self.curve is None:
             return np.ones(rows.shape)
-        return np.array([(self.at(one) or most) / most for one in rows.ravel().tolist()]).reshape(rows.shape)
+        seconds = self.curve.at(np.zeros(rows.size + 1, np.int64), np.append(rows.astype(float), float(full)))
+        seconds = np.maximum(seconds, self.least)
+        return (seconds[:-1] / seconds[-1]).reshape(rows.shape)
 
 
 class CodecColumns:
@@ -115,7 +113,7 @@ class CodecColumns:
         self.p95 = np.array([one.p95 for one in figures], float)
         self.times = Curves.of([one.times for one in figures])
         self.chunk_times = Curves.of([one.chunk_times for one in figures])
-        self._dense_steps, self._dense_chunks = _Dense.of(profile.step_at), _Dense.of(profile.chunk_at)
+        self._dense_steps, self._dense_chunks = _Dense(profile.dense_steps), _Dense(profile.dense_chunks)
         #: Times of the figures as they stand in the profile.
         self.listed_times = Curves.of([one.times for one in codecs])
         #: ``[i, j]``: whether codec i can be done at least where codec j can.

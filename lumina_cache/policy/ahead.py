@@ -204,11 +204,10 @@ class Ahead:
         free = np.flatnonzero(missing & (scorer < 0))
         if free.size and self.scorers.size:
             shares, which = np.unique(kept[free], return_inverse=True)
-            each = [curves.at(np.full(len(shares), i), shares) for i in self.scorers]
-            kls, tails = (np.stack([one[k] for one in each]) for k in (0, 1))
-            best = kls.argmin(0)
-            kl[free] = kls[best, np.arange(len(shares))][which]
-            p95[free] = tails[best, np.arange(len(shares))][which]
+            each = np.broadcast_to(self.scorers[:, None], (len(self.scorers), len(shares)))
+            kls, tails = curves.at(each, np.broadcast_to(shares, each.shape))
+            best, columns = kls.argmin(0), np.arange(len(shares))
+            kl[free], p95[free] = kls[best, columns][which], tails[best, columns][which]
         return kl, p95
 
     def _recoded(self, rows: Array, grown: Array, key_bits: Array, value_bits: Array, chunk: Array) -> Ends:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..actions import Action, Composite, Evict, Keep, Plan, Quantize, Reclaim, in_ranges, singles
 from ..allocate import Option, allocate, allocate_alike, lower_hull
 from ..backend.capabilities import BackendProfile
-from ..backend.feasibility import Facts, Reason, facts_of, numbered, reasons_against
+from ..backend.feasibility import Facts, facts_of, numbered, reasons_against
 from ..codecs import Layout
 from ..estimate import (
     LANE_KINDS,
@@ -377,12 +377,11 @@ class _Planner:
         actions = {key: same.setdefault(one.action, one.action) for key, one in done.items()}
         if len(same) < 2:
             return None  # the same for all: that is among the other candidates
+        sums = self._sums(chosen)
         plan = Plan(
             in_ranges([(unit[0], actions[key]) for unit, key in zip(self.units, chosen, strict=True)])
         )
-        return PlannedLayers(
-            plan, self._groups(chosen, done), self._peak(chosen, done), self._lost(done, chosen)
-        )
+        return PlannedLayers(plan, self._groups(sums, done), self._peak(chosen, done), self._lost(sums, done))
 
     def _allocated(self, fronts: list[list[_Choice]]) -> list[int] | None:
         """For every unit the place of its choice in its front; None if nothing fits. Fronts are cut to their hulls."""
@@ -410,11 +409,17 @@ class _Planner:
             found.update(zip(mine, kind.done(options, evict, self.state, self.profile), strict=True))
         return found
 
-    def _groups(self, chosen: Sequence[_Place], done: Mapping[_Place, _Done]) -> tuple[Group, ...]:
+    def _sums(self, chosen: Sequence[_Place]) -> dict[_Place, tuple[int, float]]:
+        """How many layers do the same, and their weights together."""
         sums: dict[_Place, tuple[int, float]] = {}
         for key, weight in zip(chosen, self.weights, strict=True):
             count, so_far = sums.get(key, (0, 0.0))
             sums[key] = count + 1, so_far + weight
+        return sums
+
+    def _groups(
+        self, sums: Mapping[_Place, tuple[int, float]], done: Mapping[_Place, _Done]
+    ) -> tuple[Group, ...]:
         ours = [
             Group(evolve(held, count=n, index=-1), weight)
             for key, (n, weight) in sums.items()
@@ -423,20 +428,21 @@ class _Planner:
         others = (Group(one, self.profile.weight(one.index, self.depth)) for one in self.others)
         return (*ours, *others)
 
-    def _lost(self, done: Mapping[_Place, _Done], chosen: Sequence[_Place]) -> Lost:
-        if all(one.layout.dense for _, unit in self.units for one in unit):
+    def _lost(self, sums: Mapping[_Place, tuple[int, float]], done: Mapping[_Place, _Done]) -> Lost:
+        if all(one.layout.dense for kind in self.kinds for one in kind.unit):
             return 0.0, 0.0
         before = [
-            Group(one, weight)
-            for (_, unit), weight in zip(self.units, self.weights, strict=True)
-            for one in unit
+            Group(evolve(one, count=n, index=-1), weight)
+            for key, (n, weight) in sums.items()
+            for one in self.kinds[key[0]].unit
         ]
-        after = [held for key in chosen for held in done[key].after]
+        after = [held for key in sums for held in done[key].after]
         found = lost_by(before, after, self.profile)
         assert found is not None, "a layer without a figure has no choice"
         # Shares of the units alone; windows beside them count as layers too.
+        layers = sum(group.held.count for group in before)
         windows = sum(one.kind in LANE_KINDS and one.rows > 0 for one in self.others)
-        share = len(before) / (len(before) + windows)
+        share = layers / (layers + windows)
         return found[0] * share, found[1] * share
 
     def _peak(self, chosen: Sequence[_Place], done: Mapping[_Place, _Done]) -> int:
@@ -610,15 +616,12 @@ class Weighing:
         """Each of the actions weighed by itself, and each of the plans that were worked out."""
         self.plans.update((id(one.plan), one) for one in planned)
         every = [*actions, *(one.plan for one in planned)]
-        return tuple(self.candidate(one, reasons_against(one, self.facts)) for one in every)
+        afters = [self._after(one) for one in every]
+        ends = self._ends(afters, [_scorer_of(one) or self.state.evicted_by for one in every])
+        return tuple(map(self._candidate, every, afters, ends))
 
-    def candidate(self, action: Action, reasons: tuple[Reason, ...]) -> Candidate:
-        state = self.state
-        after = self._after(action)
-        each = action.distinct if isinstance(action, Plan) else (action,)
-        parts = (part for one in each for part in one.parts)
-        scorer = next((p.scorer for p in parts if isinstance(p, Evict)), state.evicted_by)
-        figures, then = self._ends(after, scorer)
+    def _candidate(self, action: Action, after: _After, end: tuple[Expected, str]) -> Candidate:
+        figures, then = end
         inputs = evolve(
             self.same,
             nbytes_next=after.nbytes_next,
@@ -634,29 +637,45 @@ class Weighing:
             then=then,
             own_seconds=own_seconds(action, self.touched, self.profile, self.depth),
         )
-        return Candidate(action, reasons, inputs, score(inputs, state.weights))
+        reasons = reasons_against(action, self.facts)
+        return Candidate(action, reasons, inputs, score(inputs, self.state.weights))
 
-    def _ends(self, after: _After, scorer: str | None) -> tuple[Expected, str]:
+    def _ends(self, afters: Sequence[_After], scorers: Sequence[str | None]) -> list[tuple[Expected, str]]:
         """What is expected where the prompt ends, and the codec that has to follow until then."""
-        x, kept, now = after.stored.expected, after.stored.kept, after.stored.kept_now
-        if x.kl is None or x.p95 is None:
-            return x, ""
-        figure = -1 if scorer is None else self.profile.eviction_columns.place(scorer)
-        if now < 1.0 and figure < 0:
-            return Expected(None, None, None, f"no figure for evicting by {scorer}"), ""
-        ratios = (math.nan if one is None else one for one in (x.time_ratio, x.prompt_ratio))
-        values = (x.kl, x.p95, *ratios, kept, now, figure, after.rows, after.grown, *after.bits)
-        found = self.ahead.ends(Taken(*(np.array([value]) for value in values)))
-        kl, p95, step, chunk = (float(one[0]) for one in (found.kl, found.p95, found.step, found.chunk))
-        place = int(found.then[0])
-        known = Expected(
-            kl,
-            p95,
-            None if math.isnan(step) else step,
-            source_of(self.profile) if kept < 1.0 or place >= 0 else x.source,
-            None if math.isnan(chunk) else chunk,
-        )
-        return known, "" if place < 0 else self.profile.codec_columns.texts[place]
+        found = [(one.stored.expected, "") for one in afters]
+        places = [-1 if one is None else self.profile.eviction_columns.place(one) for one in scorers]
+        rows: list[tuple[float, ...]] = []
+        known: list[int] = []
+        for i, (after, place) in enumerate(zip(afters, places, strict=True)):
+            x, now = after.stored.expected, after.stored.kept_now
+            if x.kl is None or x.p95 is None:
+                continue
+            if now < 1.0 and place < 0:
+                found[i] = Expected(None, None, None, f"no figure for evicting by {scorers[i]}"), ""
+                continue
+            ratios = (math.nan if one is None else one for one in (x.time_ratio, x.prompt_ratio))
+            bits = after.bits
+            rows.append((x.kl, x.p95, *ratios, after.stored.kept, now, place, after.rows, after.grown, *bits))
+            known.append(i)
+        if not known:
+            return found
+        floats, integers = np.array([one[:6] for one in rows]).T, np.array([one[6:] for one in rows]).T
+        ends = self.ahead.ends(Taken(*floats, *integers))
+        for i, kl, p95, step, chunk, then in zip(
+            known, *(one.tolist() for one in vars(ends).values()), strict=True
+        ):
+            x, texts = afters[i].stored, self.profile.codec_columns.texts
+            found[i] = (
+                Expected(
+                    kl,
+                    p95,
+                    None if math.isnan(step) else step,
+                    source_of(self.profile) if x.kept < 1.0 or then >= 0 else x.expected.source,
+                    None if math.isnan(chunk) else chunk,
+                ),
+                "" if then < 0 else texts[then],
+            )
+        return found
 
     def _after(self, action: Action) -> _After:
         key = id(action) if isinstance(action, Plan) else (_storage(action.parts[0]), *action.parts[1:])
@@ -724,6 +743,12 @@ def _best_scorer(candidates: Iterable[Candidate]) -> str | None:
         if c.feasible and isinstance(first := c.action.parts[0], Evict) and c.inputs.kl is not None
     ]
     return min(evictions)[1] if evictions else None
+
+
+def _scorer_of(action: Action) -> str | None:
+    """The first scorer that ``action`` evicts by."""
+    each = action.distinct if isinstance(action, Plan) else (action,)
+    return next((part.scorer for one in each for part in one.parts if isinstance(part, Evict)), None)
 
 
 def _storage(part: Action) -> object:
