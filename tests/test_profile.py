@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +234,45 @@ def test_fewer_bits_cost_more_in_the_shipped_figures() -> None:
         kls = [kl for _, kl in by_bits]
         assert len(kls) >= 4
         assert kls == sorted(kls, reverse=True)
+
+
+PARTS = replace(
+    PROFILE,
+    codecs=(replace(PROFILE.codecs[0], parts=(0.01, 0.03)), replace(PROFILE.codecs[1], parts=(0.4, None))),
+    evictors=(replace(PROFILE.evictors[0], parts=((0.1, 1.7), (0.0, 1.0))),),
+)
+
+
+def test_figures_are_put_together_by_how_much_will_be_copied() -> None:
+    assert PARTS.with_recall(0.5) is PARTS
+    going = PARTS.with_recall(0.0)
+    assert [one.kl for one in going.codecs] == [0.01, 0.4]
+    assert going.evictors[0].points == ((0.25, 0.1, 3.0), (0.5, 0.0, 2.0))
+    looked_up = PARTS.with_recall(1.0)
+    assert [one.kl for one in looked_up.codecs] == [0.03, 0.4]
+    assert looked_up.recall == 1.0
+    assert PARTS.with_recall(0.25).codecs[0].kl == pytest.approx(0.015)
+    # From the parts, not from what was put together of them.
+    assert going.with_recall(1.0).codecs == looked_up.codecs
+
+
+def test_figures_that_were_never_apart_cannot_be_put_together_otherwise() -> None:
+    with pytest.raises(ProfileFormatError, match="calibrate"):
+        PROFILE.with_recall(0.1)
+    with pytest.raises(ValueError, match="share"):
+        PARTS.with_recall(1.5)
+
+
+def test_parts_and_times_by_rows_are_written_and_read() -> None:
+    known = replace(PARTS, dense_steps=((512, 0.02), (1024, 0.03)), dense_chunks=((512, 0.001),))
+    assert Profile.from_record(json.loads(json.dumps(known.to_record())), borrowed=known.borrowed) == known
+    assert known.step_at(768) == pytest.approx(0.025)
+    assert known.chunk_at(10_000) == 0.001
+    assert PARTS.step_at(768) == PARTS.step_seconds
+
+
+def test_parts_of_other_points_are_refused() -> None:
+    record = PARTS.to_record()
+    record["evictors"][0]["parts"].pop()
+    with pytest.raises(ProfileFormatError, match="parts"):
+        Profile.from_record(record, borrowed=False)

@@ -185,12 +185,15 @@ class Ahead:
             return found
         columns = (x.rows, x.grown, x.key_bits, x.value_bits, np.nan_to_num(x.chunk, nan=1.0))
         once, which = np.unique(np.stack([one[short] for one in columns]), axis=1, return_inverse=True)
-        more = Ends(*(one[which.ravel()] for one in vars(self._recoded(*once)).values()))
+        more = Ends(*(one[which.ravel()] for one in _values(self._recoded(*once))))
         kl, p95 = self._evicted(x.scorer[short], x.kept_now[short])
         other = replace(more, kl=x.kl[short] + kl + more.kl, p95=x.p95[short] + p95 + more.p95)
-        further = Ends(*(one[short] for one in vars(found).values()))
-        better = self._points(other) < self._points(further)
-        for column, values in zip(vars(found).values(), vars(other).values(), strict=True):
+        further = Ends(*(one[short] for one in _values(found)))
+        both = self._points(
+            Ends(*(np.stack(pair, axis=1) for pair in zip(*map(_values, (further, other)), strict=True)))
+        )
+        better = both[:, 1] < both[:, 0]
+        for column, values in zip(_values(found), _values(other), strict=True):
             column[short] = np.where(better, values, column[short])
         return found
 
@@ -231,16 +234,28 @@ class Ahead:
         return Ends(*(one[each, best] for one in (kl, p95, steps, chunks, which)))
 
     def _points(self, x: Ends) -> Array:
-        """Q and T, for choosing between ways on; a time that nobody measured counts as that of dense rows."""
+        """Q and T of ways on (actions, ways); a time that nobody measured counts as that of the slowest way."""
         same = self.same
         prompt = same.prompt_tokens * (same.prompt_seconds or 0.0)
         steps = (same.step_seconds or 0.0) * max(1, same.horizon)
-        ratio, chunks = (np.nan_to_num(one, nan=1.0) for one in (x.step, x.chunk))
+        ratio, chunks = (_known(one) for one in (x.step, x.chunk))
         with np.errstate(invalid="ignore"):
             quality = np.where(np.isinf(x.kl), np.inf, quality_points(x.kl, x.p95, np.maximum))
         if steps:
             ratio = (prompt * chunks + steps * ratio) / (prompt + steps)
         return quality + self.state.weights.time * np.log(ratio) / TIME_PER_POINT
+
+
+def _values(x: Ends) -> tuple[Array, ...]:
+    return x.kl, x.p95, x.step, x.chunk, x.then
+
+
+def _known(ratios: Array) -> Array:
+    unknown = np.isnan(ratios)
+    if not unknown.any():
+        return ratios
+    slowest = np.where(unknown, -np.inf, ratios).max(1, keepdims=True)
+    return np.where(unknown, np.where(np.isinf(slowest), 1.0, slowest), ratios)
 
 
 def _rows(held: Held) -> int:
