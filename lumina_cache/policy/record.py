@@ -28,7 +28,7 @@ from .values import Candidate
 
 __all__ = ["pack", "unpack"]
 
-#: Inputs that depend on how the layers are stored afterwards, not on which rows are left.
+#: Inputs that depend on how the layers are stored afterwards and on what follows, hardly on which rows are left.
 _OF_STORAGE = (
     "nbytes_next",
     "lost_kl",
@@ -38,6 +38,7 @@ _OF_STORAGE = (
     "own_seconds",
     "prompt_ratio",
     "kept",
+    "then",
 )
 _OWN = tuple(name for name in Inputs.__dataclass_fields__ if name not in _OF_STORAGE)
 
