@@ -56,7 +56,10 @@ __all__ = [
 ]
 
 #: Changes whenever :func:`action_space` returns another list for the same arguments.
-ACTION_SPACE_VERSION = "4"
+ACTION_SPACE_VERSION = "5"
+
+#: Codecs that are stored as mlx-lm's packed attention reads them.
+_READ_PACKED = ("affine", "affine_steps")
 
 #: Attention sinks kept by default, after Xiao et al., StreamingLLM, arXiv:2309.17453.
 DEFAULT_SINKS = 4
@@ -225,10 +228,15 @@ class Quantize(Action):
                 raise ActionSyntaxError(
                     f"quant:{self.codec}: {name}={getattr(self, name)} must not be negative"
                 )
-        if (self.residual or self.sinks) and self.codec == "affine":
+        if (self.residual or self.sinks) and self.codec in _READ_PACKED:
             raise ActionSyntaxError(
-                f"quant:affine: residual={self.residual or 0}, sinks={self.sinks or 0}, but mlx-lm's packed "
+                f"quant:{self.codec}: residual={self.residual or 0}, sinks={self.sinks or 0}, but mlx-lm's packed "
                 "attention takes no dense rows beside packed ones; use affine_fetch"
+            )
+        if self.codec == "affine_steps" and self.key_bits != self.value_bits:
+            raise ActionSyntaxError(
+                f"quant:affine_steps: kbits={self.key_bits}, vbits={self.value_bits}, but mlx-lm's packed attention "
+                "reads keys and values of equal bits; use affine_fetch"
             )
         for name, value, allowed in (
             ("kbits", self.key_bits, self.method.bits),
@@ -244,12 +252,16 @@ class Quantize(Action):
     def method(self) -> Method:
         return METHODS["quant", self.codec]
 
+    @property
+    def read_packed(self) -> bool:
+        """Whether mlx-lm's packed attention reads the rows: one pair of (bits, group size) for keys and values alike."""
+        return self.codec in _READ_PACKED and self.key_bits == self.value_bits
+
     @cached_property
     def requires(self) -> frozenset[Capability]:
-        if self.codec != "affine":
+        if self.codec not in _READ_PACKED:
             return self.method.requires
-        # mlx-lm's packed attention reads one pair of (bits, group size) for keys and values alike.
-        if self.key_bits != self.value_bits:
+        if not self.read_packed:
             return self.method.requires | {DENSE_REENCODE}
         return self.method.requires | {packed_attention(self.key_bits, self.group_size)}
 

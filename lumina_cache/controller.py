@@ -870,7 +870,7 @@ class Controller:
     def _probe_codecs(self, steps: StepTracker, action: Action) -> None:
         """Make sure that the profile knows the packed layouts that ``action`` asks for."""
         for part in singles(action):
-            if isinstance(part, Quantize) and part.codec == "affine" and part.key_bits == part.value_bits:
+            if isinstance(part, Quantize) and part.read_packed:
                 self._probe_codec(steps, Affine(part.key_bits, part.group_size))
 
     def _say_if_over(self, beginning: StepTracker, tokens: int, limit: int) -> None:

@@ -104,7 +104,7 @@ def caution(shape: ModelShape, action: Action) -> str | None:
         odd = sorted({dim for pair in dims for dim in pair if dim % part.group_size})
         if odd:
             return f"groups of {part.group_size} do not divide head dim {', '.join(map(str, odd))}"
-        if part.codec != "affine" or part.key_bits != part.value_bits or not shape.steps:
+        if not part.read_packed or not shape.steps:
             continue
         # Every layer's attention is in a step whose logits are evaluated.
         whole = next(step for step in reversed(shape.steps) if step.logits)

@@ -469,7 +469,7 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         if self.store.disk is not None:
             return self._append_behind_disk(self.store, keys, values)
         self.offset += keys.shape[2]
-        return self._hand_out(self.store.append(keys, values))
+        return self._hand_out(self._for_step(self.store.append(keys, values), keys.shape[2]))
 
     def _append_behind_disk(self, store: RowStore, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """As :meth:`_append`; if the rows on disk cannot be read, the layer and those before it are as they were."""
@@ -477,7 +477,7 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         mx.eval(keys, values)
         before = replace(store)
         try:
-            fetched = self._hand_out(store.append(keys, values))
+            fetched = self._hand_out(self._for_step(store.append(keys, values), keys.shape[2]))
         except DiskTierError as error:
             self.store = before
             if self._steps is not None:
@@ -486,8 +486,18 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         self.offset += keys.shape[2]
         return fetched
 
+    def _for_step(self, parts: Parts, tokens: int) -> Parts:
+        """What a step of so many tokens gets to see."""
+        if not parts.layout.decoded_for_chunks:
+            return parts
+        self._expose(parts.layout if tokens == 1 else None)
+        return replace(parts, decoded=tokens != 1)
+
     def _fetch(self) -> tuple[Any, Any]:
-        return super()._fetch() if self.store is None else self.store.fetch()
+        if self.store is None:
+            return super()._fetch()
+        # As at the last step: layers that borrow its rows attend in the same way.
+        return replace(self.store.parts(), decoded="bits" not in self.__dict__).fetch()
 
     def keys_and_values(self) -> tuple[Any, Any]:
         steps = self._steps
@@ -639,7 +649,11 @@ class KVCache(RowLayer, stock.KVCache):  # type: ignore[misc]
         self.store = store
         self.__dict__.pop("keys", None)
         self.__dict__.pop("values", None)
-        codec = store.layout.keys if store is not None and store.layout.packed else None
+        self._expose(store.layout if store is not None and store.layout.packed else None)
+
+    def _expose(self, packed: Layout | None) -> None:
+        """Show mlx-lm's attention that it gets packed rows, or that it does not."""
+        codec = None if packed is None else packed.keys
         for field in ("bits", "group_size"):
             if codec is not None:
                 setattr(self, field, getattr(codec, field))

@@ -69,6 +69,7 @@ class Parts:
     values: Encoded | None
     head: tuple[mx.array, mx.array] | None = None  #: keys and values (B, H, R, D)
     tail: tuple[mx.array, mx.array] | None = None
+    decoded: bool = False  #: whether attention gets dense arrays even of packed rows
 
     def keys_twice(self) -> Parts:
         """With the keys in the place of the values as well, as in latent attention."""
@@ -78,7 +79,7 @@ class Parts:
 
     def fetch(self) -> tuple[Any, Any]:
         """What mlx-lm's attention gets: triples of packed codes, or dense arrays (B, H, T, D)."""
-        if self.layout.packed and self.keys is not None:
+        if self.layout.packed and self.keys is not None and not self.decoded:
             return self.keys, self.values
         return self.dense()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from . import affine, affine_fetch, formats, hadamard, kivi, kivi_hadamard, own_packed
-from .affine import Affine, AffineFetch
+from . import affine, affine_fetch, affine_steps, formats, hadamard, kivi, kivi_hadamard, own_packed
+from .affine import Affine, AffineFetch, AffineSteps
 from .base import Codec, CodecFamily, Sides
 from .dense import Dense
 from .formats import ElementFormat
@@ -18,6 +18,7 @@ __all__ = [
     "CODECS",
     "Affine",
     "AffineFetch",
+    "AffineSteps",
     "Codec",
     "CodecFamily",
     "Dense",
@@ -31,6 +32,7 @@ __all__ = [
 FAMILIES: tuple[CodecFamily, ...] = (
     affine.FAMILY,
     affine_fetch.FAMILY,
+    affine_steps.FAMILY,
     hadamard.FAMILY,
     kivi.FAMILY,
     kivi_hadamard.FAMILY,

@@ -15,7 +15,7 @@ import mlx.core as mx
 from ..method import quant_method
 from .base import Codec, CodecFamily, Encoded, Sides
 
-__all__ = ["FAMILY", "Affine", "AffineFetch"]
+__all__ = ["FAMILY", "Affine", "AffineFetch", "AffineSteps"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,13 @@ class AffineFetch(Affine):
     """The same codes, decoded when the rows are fetched: dense arrays are what the attention gets."""
 
     packed: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class AffineSteps(Affine):
+    """The same codes, read packed by a step of one token, and decoded for a chunk of a prompt."""
+
+    decoded_for_chunks: ClassVar[bool] = True
 
 
 def _make(key_bits: int, value_bits: int, group_size: int) -> Sides:

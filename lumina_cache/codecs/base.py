@@ -47,6 +47,8 @@ class Codec(ABC):
 
     #: Whether mlx-lm's packed attention reads the encoded rows as they are (triples of codes, scales, biases).
     packed: ClassVar[bool] = False
+    #: Whether such rows are decoded all the same for a step of several tokens.
+    decoded_for_chunks: ClassVar[bool] = False
     #: The row axis of the encoded arrays.
     axis: ClassVar[int] = 2
     #: Float32 copies of the dense rows that encoding makes for a while, at most. Measured on the CPU, where mlx computes

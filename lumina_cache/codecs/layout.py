@@ -69,6 +69,11 @@ class Layout:
         return self.keys.packed and self.keys == self.values and self.unit == 1 and self.sinks == 0
 
     @cached_property
+    def decoded_for_chunks(self) -> bool:
+        """Whether packed rows are decoded for a step of several tokens."""
+        return self.packed and self.keys.decoded_for_chunks
+
+    @cached_property
     def bits(self) -> int | None:
         """Fewest bits per element of either side; None where nothing is encoded."""
         return min((b for b in (self.keys.code_bits, self.values.code_bits) if b is not None), default=None)
