@@ -361,11 +361,38 @@ def test_equal_layers_counted_once_are_judged_like_layers_given_one_by_one() -> 
 
 def test_plans_and_offloading_of_layers_can_be_judged_on_merged_layers() -> None:
     merged = (replace(KV, count=9, index=-1),)
+    each = tuple(replace(KV, name=f"layer {i}", index=i) for i in range(9))
     known = profile({**ALL, DISK_TIER: Outcome(True)})
     for text in ("3-5:quant:affine,bits=4,group=64", "offload:layers=3-5", "offload:layers=3-5+reclaim"):
         assert judge(text, merged, known, available=10**9).feasible
         assert codes(judge(text, merged, known, available=0)) == ["exceeds_memory"]
-        assert codes(judge(text, (KV,) * 9, known, available=0)) == ["exceeds_memory"]
+        assert codes(judge(text, each, known, available=0)) == ["exceeds_memory"]
+
+
+STATE = Held("layer 0", "not_kv", fixed_nbytes=64, index=0)
+LANE = replace(KV, name="layer 0", kind="rotating", max_size=600)
+
+
+@pytest.mark.parametrize("first", [STATE, LANE, replace(KV, rows=0, capacity=0, offset=0)])
+def test_what_a_plan_assigns_to_layers_without_rows_for_it_needs_nothing_of_the_backend(first: Held) -> None:
+    layers = (first, replace(KV, name="layer 1", index=1))
+    evict, pack = "0:evict:keydiff@0.50", "1:quant:affine,bits=4,group=64"
+    assert codes(judge(evict, layers)) == ["nothing_to_change"]
+    assert codes(judge(f"{evict};1:keep", layers)) == ["nothing_to_change"]
+    assert judge(f"{evict};{pack}", layers).feasible
+    assert judge(f"{evict};1:reclaim", layers).feasible
+    assert judge("0:keep", layers).feasible
+    # The layer that holds rows is still judged, and so are layers that cannot be told apart.
+    missing = {"RAGGED_LAYERS", "ROW_CHOICE"}
+    for text, held in (
+        (f"0-1{evict[1:]}", layers),
+        (evict, (KV, layers[1])),
+        (evict, (replace(KV, index=-1),)),
+    ):
+        assert missing == {reason.capability for reason in judge(text, held).reasons}
+    # Nor does a plan run that there is no code or no disk for.
+    assert codes(judge(f"0:merge:minicache;{pack}", layers)) == ["not_built"]
+    assert codes(judge(f"0:offload:cold@0.50;{pack}", layers)) == ["missing_capability"]
 
 
 @pytest.mark.parametrize(("kept", "limit"), [(33, 35), (35, 35), (36, None)])
