@@ -109,8 +109,8 @@ NO_ROWS = frozenset({"deepseek_v41", "mamba", "mamba2", "recurrent_gemma", "rwkv
 #: Models whose rows cannot be evicted, because their attention takes the index of a row for its position.
 UNEVICTABLE = frozenset({"afm7", "minimax_m3_vl", "phi3small"})
 
-#: Models whose rows cannot be decoded on fetch: one of their layers makes values from the keys that it finds stored.
-UNDECODABLE = frozenset({"deepseek_v32", "glm_moe_dsa"})
+#: Models whose rows cannot be decoded on fetch: one of their layers computes with the arrays that it finds stored.
+UNDECODABLE = frozenset({"deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"})
 
 #: Models whose attention cannot read packed rows, and why.
 UNPACKABLE = {
