@@ -217,11 +217,9 @@ def real_bytes(cache: Iterable[Any]) -> int:
 
 def arrays_of(leaf: Any) -> Iterator[mx.array]:
     """Every array that one entry holds as keys, values or state."""
-    stack: list[Any] = [
-        getattr(leaf, "keys", None),
-        getattr(leaf, "values", None),
-        getattr(leaf, "cache", None),
-    ]
+    known = [getattr(leaf, name) for name in ("keys", "values", "cache") if hasattr(leaf, name)]
+    # A class of the model's own has other names for its arrays.
+    stack: list[Any] = known or list(vars(leaf).values())
     while stack:
         one = stack.pop()
         if isinstance(one, mx.array):
