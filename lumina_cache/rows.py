@@ -425,9 +425,10 @@ def drift(codec: Codec, encoded: Encoded | None, rows: mx.array) -> float | None
 
     Args:
         encoded: the same rows and perhaps more behind them, in ``codec``.
-        rows: dense (B, H, T, D). Rows whose elements are all equal are representable in any codec and say nothing.
+        rows: dense (B, H, T, D). Rows whose elements are all equal, or that have none, are representable in any codec
+            and say nothing.
     """
-    if codec.code_bits is None or encoded is None:
+    if codec.code_bits is None or encoded is None or rows.shape[-1] == 0:
         return None
     n = min(capacity_of(encoded, codec), max(DRIFT_ROWS, codec.block))
     old = rows[:, :, :n].astype(mx.float32)

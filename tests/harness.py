@@ -109,8 +109,8 @@ NO_ROWS = frozenset({"deepseek_v41", "mamba", "mamba2", "recurrent_gemma", "rwkv
 #: Models whose rows cannot be evicted, because their attention takes the index of a row for its position.
 UNEVICTABLE = frozenset({"afm7", "minimax_m3_vl", "phi3small"})
 
-#: Models whose rows cannot be decoded on fetch: one of their layers makes values from the keys that it finds stored.
-UNDECODABLE = frozenset({"deepseek_v32", "glm_moe_dsa"})
+#: Models whose rows cannot be decoded on fetch: one of their layers computes with the arrays that it finds stored.
+UNDECODABLE = frozenset({"deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"})
 
 #: Models whose attention cannot read packed rows, and why.
 UNPACKABLE = {
@@ -217,11 +217,9 @@ def real_bytes(cache: Iterable[Any]) -> int:
 
 def arrays_of(leaf: Any) -> Iterator[mx.array]:
     """Every array that one entry holds as keys, values or state."""
-    stack: list[Any] = [
-        getattr(leaf, "keys", None),
-        getattr(leaf, "values", None),
-        getattr(leaf, "cache", None),
-    ]
+    known = [getattr(leaf, name) for name in ("keys", "values", "cache") if hasattr(leaf, name)]
+    # A class of the model's own has other names for its arrays.
+    stack: list[Any] = known or list(vars(leaf).values())
     while stack:
         one = stack.pop()
         if isinstance(one, mx.array):

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from harness import UNDECODABLE
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -133,10 +134,6 @@ def test_uneven_rows_work_exactly_where_the_probe_says_so(
     assert raises(attempt) != expected, probe.profile.outcome(RAGGED_LAYERS).reason
 
 
-#: Models that refuse rows decoded on fetch.
-NOT_DECODED = frozenset({"deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"})
-
-
 @dataclass(frozen=True)
 class _TwoParts(Codec):
     """bfloat16 and what is left of the row, also in bfloat16: nearly exact, and two arrays."""
@@ -175,7 +172,7 @@ def test_rows_decoded_on_fetch_work_exactly_where_the_probe_says_so(
         assert_close(run(model, entries, 3), wanted)
 
     assert raises(attempt) != probe.profile.has(DENSE_REENCODE), probe.profile.outcome(DENSE_REENCODE).reason
-    assert probe.profile.has(DENSE_REENCODE) or not probe.profile.has(KEYS) or name in NOT_DECODED
+    assert probe.profile.has(DENSE_REENCODE) or not probe.profile.has(KEYS) or name in UNDECODABLE
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lumina_cache.codecs import CODECS, Affine, AffineFetch, Codec, ElementFormat, Hadamard, KiviKeys
-from lumina_cache.codecs.base import append_rows, capacity_of, cut_rows, gather_rows
+from lumina_cache.codecs.base import append_rows, capacity_of, cut_rows, encoded_nbytes, gather_rows
 from lumina_cache.codecs.formats import MXFP4, MXFP8, NVFP4
 from lumina_cache.errors import ActionInfeasibleError
 from lumina_cache.method import AFFINE_BITS, AFFINE_GROUPS
 from lumina_cache.methods import METHODS
+from lumina_cache.rows import drift
 from tests.codec_reference import (
     E2M1,
     E4M3,
@@ -228,6 +229,22 @@ def test_rows_come_back_in_their_shape_and_in_the_dtype_that_was_asked_for(
         5 if codec is MXFP8 else codec.code_bits or 0
     )  # E4M3 has a sign and three bits of mantissa, plus one implied
     assert 0 < error < 4 * 2.0**-bits
+
+
+@pytest.mark.parametrize("codec", [codec for codec in _codecs() if codec.block == 1], ids=str)
+def test_values_without_a_channel_take_no_byte_or_are_refused(codec: Codec) -> None:
+    """An index cache may keep keys alone."""
+    rows = _rows(1, 1, 128, 0)
+    if codec.why_not(0) is not None:
+        with pytest.raises(ActionInfeasibleError, match="not 0"):
+            codec.encode(rows)
+        return
+    encoded = codec.encode(rows)
+    assert encoded_nbytes(encoded) == codec.row_nbytes(0, 4) == 0
+    assert capacity_of(append_rows(None, 0, encoded, codec), codec) >= 128
+    assert codec.decode(encoded, mx.float32).shape == rows.shape
+    # No error can be told from none at all.
+    assert drift(codec, encoded, rows) is None
 
 
 def test_an_odd_number_of_groups_is_encoded_like_an_even_one() -> None:

@@ -13,7 +13,7 @@ from ..apply import not_built
 from ..codecs import Layout
 from ..estimate import LANE_KINDS, Held, applies, rows_left, transient_of_action, uneven, whole_blocks
 from ..rows import Pinned
-from .capabilities import RAGGED_LAYERS, BackendProfile, Capability
+from .capabilities import DISK_TIER, RAGGED_LAYERS, BackendProfile, Capability
 
 __all__ = ["Facts", "Reason", "Verdict", "classify", "facts_of", "numbered", "reasons_against"]
 
@@ -177,19 +177,9 @@ def _coarsest_within(bounds: tuple[int, int], facts: Facts) -> tuple[int, int]:
 
 def reasons_against(action: Action, facts: Facts) -> tuple[Reason, ...]:
     """Why this backend cannot execute ``action`` in this state; none if it can."""
-    found = list(_missing(action.requires, facts))
-    unbuilt = not_built(action)
-    if unbuilt is not None:
-        found.insert(0, Reason("not_built", f"this version of lumina_cache has no code for {unbuilt}"))
     if isinstance(action, Plan):
-        each = {(id(part), _coarsest_within(bounds, facts)): part for bounds, part in action.assignments}
-        more = [
-            reason
-            for (_, coarsest), part in each.items()
-            for reason in reasons_against(part, replace(facts, coarsest=coarsest))
-            if reason.code not in _SAID_OF_THE_WHOLE
-        ]
-        return tuple(dict.fromkeys([*found, *more]))
+        return _against_plan(action, facts)
+    found = [*_against_unbuilt(action), *_missing(action.requires, facts)]
     if _changes_rows(action) and not _touches(action, facts):
         found.append(_NOTHING)
         return tuple(found)
@@ -209,8 +199,55 @@ def reasons_against(action: Action, facts: Facts) -> tuple[Reason, ...]:
     return tuple(found)
 
 
+def _against_unbuilt(action: Action) -> Iterable[Reason]:
+    unbuilt = not_built(action)
+    if unbuilt is not None:
+        yield Reason("not_built", f"this version of lumina_cache has no code for {unbuilt}")
+
+
+def _against_plan(plan: Plan, facts: Facts) -> tuple[Reason, ...]:
+    acting = _acting(plan, facts)
+    needs = frozenset() if acting is None else acting.requires
+    # A missing disk is an error before any layer is looked at.
+    found = [*_against_unbuilt(plan), *_missing(needs | (plan.requires & {DISK_TIER}), facts)]
+    if acting is None:
+        return (*found, _NOTHING)
+    each = {(id(part), _coarsest_within(bounds, facts)): part for bounds, part in acting.assignments}
+    more = [
+        reason
+        for (_, coarsest), part in each.items()
+        for reason in reasons_against(part, replace(facts, coarsest=coarsest))
+        if reason.code not in _SAID_OF_THE_WHOLE
+    ]
+    return tuple(dict.fromkeys([*found, *more]))
+
+
 #: Reasons that a plan gives for itself, so that its parts need not.
 _SAID_OF_THE_WHOLE = ("not_built", "missing_capability")
+
+
+def _acting(plan: Plan, facts: Facts) -> Plan | None:
+    """``plan`` without what is assigned to layers that hold no rows for it, which changes nothing; None if that is all.
+
+    Whole where layers have lost their numbers, and where it needs no rows.
+    """
+    if not facts.numbered or not any(map(_changes_rows, plan.distinct)):
+        return plan
+    left = tuple((bounds, part) for bounds, part in plan.assignments if _reaches(bounds, part, facts))
+    if len(left) == len(plan.assignments):
+        return plan
+    return Plan(left) if left else None
+
+
+def _reaches(bounds: tuple[int, int], action: Action, facts: Facts) -> bool:
+    """Whether a layer of the range holds rows that ``action`` applies to."""
+    first, last = bounds
+    return any(
+        applies(one, part) or (one.changeable and not isinstance(part, Keep))
+        for one in facts.numbered
+        if first <= one.index <= last
+        for part in action.parts
+    )
 
 
 def _changes_rows(action: Action) -> bool:

@@ -54,6 +54,9 @@ class ElementFormat(Codec):
         return self.bits
 
     def encode(self, rows: mx.array) -> Encoded:
+        if rows.shape[-1] == 0:
+            # An index cache keeps keys alone, and mlx looks for the least of the elements that its values do not have.
+            return mx.zeros(rows.shape, mx.uint32), mx.zeros(rows.shape, mx.uint8)
         n = rows.shape[2]
         if rows.size % _ENCODED_TOGETHER:
             rows = mx.concatenate([rows, mx.zeros_like(rows[:, :, :1])], axis=2)
