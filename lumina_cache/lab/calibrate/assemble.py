@@ -70,6 +70,7 @@ class Measured:
     quality: Sequence[Record]
     steps: Sequence[Record]
     chunks: Sequence[Record] = ()
+    dense: Record | None = None  #: seconds of the dense cache by rows
     _cache: dict[Any, Quality | None] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -171,8 +172,8 @@ def assemble(
         seconds_per_byte=seconds,
         step_seconds=_dense_seconds(measured.steps),
         prompt_seconds=_dense_seconds(measured.chunks),
-        dense_steps=_dense_by_rows(measured.steps),
-        dense_chunks=_dense_by_rows(measured.chunks),
+        dense_steps=_by_rows(measured.dense, "steps"),
+        dense_chunks=_by_rows(measured.dense, "chunks"),
         provenance={
             **provenance,
             "documents": len(whole) or max((q.documents for q in core.values()), default=0),
@@ -284,13 +285,11 @@ def _own_work(measured: Measured) -> tuple[dict[str, float], dict[str, list[floa
     return middle, spread
 
 
-def _dense_by_rows(records: Iterable[Record]) -> tuple[tuple[int, float], ...]:
-    """(rows, seconds per token) of the dense cache beside every action that was timed: medians."""
-    found: dict[int, list[float]] = {}
-    for r in records:
-        if r["state"] == "real":
-            found.setdefault(int(r["context"]), []).append(float(r["dense_seconds"]))
-    return tuple((rows, _short(statistics.median(all_of))) for rows, all_of in sorted(found.items()))
+def _by_rows(dense: Record | None, which: str) -> tuple[tuple[int, float], ...]:
+    """(rows, seconds per token), ascending; none where they were not measured."""
+    if dense is None or dense["state"] != "real":
+        return ()
+    return tuple(sorted((int(rows), float(_short(seconds))) for rows, seconds in dense[which].items()))
 
 
 def _dense_seconds(records: Iterable[Record]) -> float | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...actions import Action
+from ...actions import Action, Keep
 from ...backend.installation import device_kind
 from ...errors import (
     CalibrationError,
@@ -37,7 +37,7 @@ from .assemble import Measured, assemble, whole_documents
 from .bench import ObservedBench
 from .grid import Grid, ModelShape, grid_of, shape_of
 from .settings import FULL, MOST_DOCUMENTS, Settings, plan_of
-from .times import CHUNK, CHUNK_TIMES, CHUNKS, TIMES, Clock, timings
+from .times import CHUNK, CHUNK_TIMES, CHUNKS, DENSE_TIMES, TIMES, Clock, timings
 
 __all__ = ["KIND", "Calibration", "Progress", "calibrate", "records_path"]
 
@@ -241,6 +241,7 @@ class _Run:
                      if (r := self.store.get(self.settings.context, n, a)) is not None],
             steps=self._timed(TIMES),
             chunks=self._timed(CHUNK_TIMES),
+            dense=self.store.get(max(self.settings.timed_rows), DENSE_TIMES, str(Keep())),
         )  # fmt: skip
 
     def _timed(self, document: str) -> list[dict[str, Any]]:

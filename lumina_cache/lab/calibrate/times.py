@@ -7,10 +7,14 @@ ratios, with quartiles. Rows are those of a text, but any would do.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ...actions import Action, Offload
+import mlx.core as mx
+from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+
+from ...actions import Action, Keep, Offload
 from ...backend.capabilities import Rung
 from ...cache import LuminaCache
 from ...disk import DiskStore
@@ -20,11 +24,12 @@ from ..compare import interleaved_rates
 from ..evaluate.measure import read_prompt
 from .settings import Settings
 
-__all__ = ["CHUNK", "CHUNKS", "CHUNK_TIMES", "TIMES", "Clock", "timings"]
+__all__ = ["CHUNK", "CHUNKS", "CHUNK_TIMES", "DENSE_TIMES", "TIMES", "Clock", "timings"]
 
 #: Stands where records of documents have the document's name.
 TIMES = "times"
 CHUNK_TIMES = "times of chunks"
+DENSE_TIMES = "times of dense rows"
 
 #: Tokens of a timed chunk of a prompt, and how many of them: long enough that a layout's work per chunk shows.
 CHUNK, CHUNKS = 64, 3
@@ -77,6 +82,37 @@ class Clock:
     def chunk(self, action: Action) -> dict[str, Any]:
         """The same of chunks of a prompt; ``dense_seconds`` is that of one token."""
         return self._record(action, CHUNK_TIMES, CHUNKS, CHUNK)
+
+    def dense(self) -> dict[str, Any]:
+        """Record of the dense cache's own steps and chunks at each number of rows: seconds per token.
+
+        Caches of all lengths take turns, so that a machine that gets slower meanwhile does not look like more rows.
+        """
+        base = {"kind": "step", "document": DENSE_TIMES, "context": self._filled, "action": str(Keep())}
+        if not can_trim_prompt_cache(self.full):
+            reasons = [{"code": "refused", "text": "rows of this model's cache cannot be taken back"}]
+            return {**base, "state": "backend_infeasible", "reasons": reasons}
+        caches = {rows: detached_copy(self.full) for rows in sorted(self.settings.timed_rows)}
+        try:
+            for rows, cache in caches.items():
+                trim_prompt_cache(cache, self._filled - rows)
+            steps = self._turns(caches, self.settings.timed_steps, 1)
+            chunks = self._turns(caches, CHUNKS, CHUNK)
+        finally:
+            for cache in caches.values():
+                cache.close()
+        return {**base, "state": "real", "steps": steps, "chunks": chunks}
+
+    def _turns(self, caches: Mapping[int, LuminaCache], rounds: int, chunk: int) -> dict[str, float]:
+        """Median seconds per token by rows; the first round allocates and is not counted."""
+        spent: dict[int, list[float]] = {rows: [] for rows in caches}
+        ids = mx.array([self.tokens[i % len(self.tokens)] for i in range(chunk)])[None]
+        for i in range(rounds + 1):
+            for rows in list(caches) if i % 2 == 0 else list(caches)[::-1]:
+                start = time.perf_counter()
+                mx.eval(self.model(ids, cache=caches[rows])[:, -1])
+                spent[rows].append((time.perf_counter() - start) / chunk)
+        return {str(rows): statistics.median(seconds[1:]) for rows, seconds in spent.items()}
 
     def _record(self, action: Action, document: str, rounds: int, chunk: int) -> dict[str, Any]:
         reaches = self.hooked is not None and action.rung >= Rung.HOOK
@@ -131,6 +167,8 @@ def timings(
             (action, clock.step) for action in wanted if not known(n, TIMES, str(action))
         ]
         due += [(action, clock.chunk) for action in actions if not known(n, CHUNK_TIMES, str(action))]
+        if n == rows[-1] and not known(n, DENSE_TIMES, str(Keep())):
+            due.append((Keep(), lambda keep: clock.dense()))
         if not due:
             continue
         yield f"{n} rows", None
