@@ -421,6 +421,12 @@ def calibrate(
         Path | None,
         typer.Option(help="The profile's file. Default: in the state directory, where it is found again."),
     ] = None,
+    add_to: Annotated[
+        Path | None,
+        typer.Option(
+            help="A finished profile: measure only the codecs that it lacks, and write both to --out."
+        ),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Measure on a model what actions cost in quality and time, and keep it for the policy. Run again, it goes on."""
@@ -433,6 +439,7 @@ def calibrate(
         minutes=minutes,
         documents=documents,
         out=out,
+        add_to=add_to,
         as_json=json,
     )
 

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from ...errors import CalibrationError
+from ...profile import Profile, read_profile
 from ..evaluate import user_texts
 from ..models import load_model
 from .render import as_text
@@ -33,6 +34,7 @@ def calibrate_command(
     minutes: float | None,
     documents: int | None,
     out: Path | None,
+    add_to: Path | None,
     as_json: bool,
 ) -> None:
     """Measure, put the profile in place and print it. Progress goes to standard error."""
@@ -41,7 +43,8 @@ def calibrate_command(
         settings = _with_documents(settings, documents)
     minutes = minutes if minutes is not None else QUICK_MINUTES if quick else MINUTES
     own = user_texts(texts) if texts else None
-    command = _command(model, texts, quick, minutes, documents, out)
+    base = None if add_to is None else _base(add_to, quick, documents, out)
+    command = _command(model, texts, quick, minutes, documents, add_to, out)
     console = Console(stderr=True)
     with console.status("loading the model"):
         loaded = load_model(model)
@@ -60,7 +63,14 @@ def calibrate_command(
 
         try:
             found = calibrate(
-                loaded, settings, texts=own, out=out, minutes=minutes, command=command, on_progress=show
+                loaded,
+                settings,
+                texts=own,
+                out=out,
+                minutes=minutes,
+                command=command,
+                base=base,
+                on_progress=show,
             )
         except KeyboardInterrupt:
             bar.stop()
@@ -71,6 +81,23 @@ def calibrate_command(
     else:
         print(as_text(found.profile))
     _say_state(found, command, console)
+
+
+def _base(path: Path, quick: bool, documents: int | None, out: Path | None) -> Profile:
+    """The profile that codecs are added to.
+
+    Raises:
+        CalibrationError: it cannot be read, or options do not go with it.
+    """
+    if quick or documents is not None or out is None or out.resolve() == path.resolve():
+        raise CalibrationError(
+            f"--add-to {path} needs --out with another file, and takes neither --quick nor --documents: what is added is "
+            "measured on as many documents as the rest was"
+        )
+    try:
+        return read_profile(path)
+    except OSError as error:
+        raise CalibrationError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 def _with_documents(settings: Settings, documents: int) -> Settings:
@@ -85,6 +112,7 @@ def _command(
     quick: bool,
     minutes: float,
     documents: int | None,
+    add_to: Path | None,
     out: Path | None,
 ) -> str:
     parts = ["lumina-cache", "calibrate"]
@@ -94,6 +122,7 @@ def _command(
     parts += ["--quick"] if quick else []
     parts += ["--minutes", f"{minutes:g}"]
     parts += ["--documents", str(documents)] if documents is not None else []
+    parts += ["--add-to", str(add_to)] if add_to is not None else []
     parts += ["--out", str(out)] if out is not None else []
     return shlex.join(parts)
 

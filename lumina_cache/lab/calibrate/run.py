@@ -33,6 +33,7 @@ from ..evaluate.results import Store
 from ..evaluate.run import measured
 from ..evaluate.subjects import OwnAction
 from ..models import LoadedModel
+from .add import added, check_base, lacking
 from .assemble import Measured, assemble, whole_documents
 from .bench import ObservedBench
 from .grid import Grid, ModelShape, grid_of, shape_of
@@ -80,6 +81,7 @@ def calibrate(
     out: Path | None = None,
     minutes: float = 20.0,
     command: str | None = None,
+    base: Profile | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Calibration:
@@ -92,13 +94,14 @@ def calibrate(
         out: the profile's file; None for the one in the user's state directory that :func:`find_profile` reads.
         minutes: when to stop starting new measurements.
         command: what makes this profile, for its provenance.
+        base: a profile to which only the codecs that it lacks are added, measured on the same documents.
         clock: seconds that pass evenly.
 
     Raises:
         CalibrationError: the model has nothing to calibrate, the time was over before anything was measured, or a file
             cannot be written or holds something else.
     """
-    run = _Run(loaded, settings, texts, out, minutes, command, on_progress, clock)
+    run = _Run(loaded, settings, texts, out, minutes, command, base, on_progress, clock)
     try:
         return run.all()
     finally:
@@ -120,16 +123,19 @@ class _Run:
         out: Path | None,
         minutes: float,
         command: str | None,
+        base: Profile | None,
         on_progress: Callable[[Progress], None],
         clock: Callable[[], float],
     ) -> None:
-        self.loaded, self.settings, self.command = loaded, settings, command
+        self.loaded, self.command, self.base = loaded, command, base
         self.deadline, self.on_progress, self.clock = clock() + 60.0 * minutes, on_progress, clock
         self.key = profile_key(loaded.model)
+        self.settings = settings = settings if base is None else check_base(base, self.key, settings)
         self.path = profile_path(self.key) if out is None else out
         self.kept = _worth_keeping(self.path, settings, self.key)
         self.shape: ModelShape = shape_of(loaded.model)
-        self.grid: Grid = grid_of(self.shape, settings)
+        whole = grid_of(self.shape, settings)
+        self.grid: Grid = whole if base is None else lacking(whole, base)
         plan = settings.plan
         self.documents, self.lacking = select(
             loaded.tokenizer, settings.context, MOST_DOCUMENTS, plan.length(settings.context), texts
@@ -258,6 +264,10 @@ class _Run:
             )
         if self.kept is not None:
             return profile
+        if self.base is not None:
+            if len(whole_documents(self._measured(), self.grid)) < len(self.used):
+                return profile  # figures of fewer documents cannot stand beside the others
+            profile = added(self.base, profile)
         try:
             write_profile(profile, self.path)
         except OSError as error:
