@@ -6,19 +6,30 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...actions import Evict
+from ...actions import Evict, Quantize
 from ...errors import CalibrationError
 from ...profile import CodecFigure, EvictionFigure, Parts, Profile
+from .assemble import Measured, times_of
 from .grid import Grid
 from .settings import Settings
 
-__all__ = ["added", "check_base", "lacking"]
+__all__ = ["added", "check_base", "lacking", "timed"]
 
 
-def lacking(grid: Grid, base: Profile) -> Grid:
-    """Only the codecs that ``base`` has no figures of."""
+def lacking(grid: Grid, base: Profile, key: Mapping[str, str]) -> Grid:
+    """The codecs that ``base`` has no figures of; on another machine two evictions as well, for what they take."""
     codecs = tuple(one for one in grid.codecs if base.codec(one) is None)
-    return Grid(codecs=codecs, evictions=(), composites=(), by_layer=(), groups=(), mixed=())
+    evictions = () if _same_machine(base, key) else grid.evictions[:2]
+    return Grid(codecs=codecs, evictions=evictions, composites=(), by_layer=(), groups=(), mixed=())
+
+
+def timed(grid: Grid, base: Profile, key: Mapping[str, str]) -> tuple[Quantize, ...]:
+    """The codecs whose times are measured: on another machine all of them."""
+    return lacking(grid, base, key).codecs if _same_machine(base, key) else grid.codecs
+
+
+def _same_machine(base: Profile, key: Mapping[str, str]) -> bool:
+    return base.provenance.get("key") == dict(key)
 
 
 def check_base(base: Profile, key: Mapping[str, str], settings: Settings) -> Settings:
@@ -27,14 +38,14 @@ def check_base(base: Profile, key: Mapping[str, str], settings: Settings) -> Set
     Raises:
         CalibrationError: it was measured on something else, or in another way, so that figures cannot be compared.
     """
-    was = dict(base.provenance.get("settings", {}))
+    was, theirs = dict(base.provenance.get("settings", {})), dict(base.provenance.get("key", {}))
+    if {**theirs, "device_name": ""} != {**key, "device_name": ""}:
+        raise CalibrationError(
+            f"profile {base.name} belongs to {theirs}, and this is {dict(key)}: figures of two models, devices or "
+            "versions are never mixed"
+        )
     mine = settings.to_record()
     other = [name for name in mine if name not in ("documents", "checked") and was.get(name) != mine[name]]
-    if base.provenance.get("key") != key:
-        raise CalibrationError(
-            f"profile {base.name} belongs to {base.provenance.get('key')}, and this is {dict(key)}: figures of two models, "
-            "machines or versions are never mixed"
-        )
     if other:
         raise CalibrationError(
             f"profile {base.name} was measured with another {', '.join(other)}: its figures and new ones cannot be "
@@ -43,8 +54,10 @@ def check_base(base: Profile, key: Mapping[str, str], settings: Settings) -> Set
     return replace(settings, documents=int(was["documents"]), checked=int(was["checked"]))
 
 
-def added(base: Profile, more: Profile) -> Profile:
+def added(base: Profile, more: Profile, measured: Measured) -> Profile:
     """``base`` with the codecs of ``more``, and with the dense cache's times by rows.
+
+    Damage does not depend on the machine, time does: if it is another one, all times are those of ``measured``.
 
     Raises:
         CalibrationError: they were not measured on the same documents.
@@ -55,8 +68,25 @@ def added(base: Profile, more: Profile) -> Profile:
             f"{more.provenance.get('documents')} documents were measured, and profile {base.name} has figures of "
             f"{base.provenance.get('documents')}; give it more --minutes"
         )
-    whole = _with_parts(base)
-    together = ("points", "time_spread", "chunk_time_spread", "unmeasured", "untimed")
+    key = more.provenance["key"]
+    same, whole = _same_machine(base, key), _with_parts(base)
+    if not same:
+        whole = replace(
+            whole,
+            codecs=tuple(_timed_anew(one, measured) for one in whole.codecs),
+            seconds_per_byte=more.seconds_per_byte,
+            step_seconds=more.step_seconds,
+            prompt_seconds=more.prompt_seconds,
+        )
+    of_quality, of_time = ("points", "unmeasured"), ("time_spread", "chunk_time_spread", "untimed")
+    both = {
+        name: {
+            **(base.provenance.get(name, {}) if same or name in of_quality else {}),
+            **more.provenance[name],
+        }
+        for name in (*of_quality, *of_time)
+    }
+    both["points"] = {**more.provenance["points"], **base.provenance.get("points", {})}
     return replace(
         whole,
         codecs=(*whole.codecs, *more.codecs),
@@ -64,15 +94,22 @@ def added(base: Profile, more: Profile) -> Profile:
         dense_chunks=more.dense_chunks,
         provenance={
             **base.provenance,
-            **{name: {**base.provenance.get(name, {}), **more.provenance.get(name, {})} for name in together},
+            **both,
+            "key": key,
+            "own_work_spread": (base if same else more).provenance["own_work_spread"],
             "added": {
-                **{
-                    name: more.provenance.get(name)
-                    for name in ("command", "commit", "python", "system", "blas")
-                },
+                **{name: more.provenance[name] for name in ("command", "commit", "python", "system", "blas")},
                 "codecs": [str(one.action) for one in more.codecs],
+                "times": "of these codecs" if same else "of all codecs",
+                "quality_measured_on": dict(base.provenance.get("key", {})).get("device_name"),
             },
         },
+    )
+
+
+def _timed_anew(one: CodecFigure, measured: Measured) -> CodecFigure:
+    return replace(
+        one, times=times_of(one.action, measured.steps), chunk_times=times_of(one.action, measured.chunks)
     )
 
 

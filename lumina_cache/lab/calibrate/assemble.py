@@ -21,7 +21,7 @@ from .grid import Grid, ModelShape
 from .settings import Settings
 from .times import OWN_WORK_ROWS, median_and_quartiles
 
-__all__ = ["Measured", "Quality", "assemble", "whole_documents"]
+__all__ = ["Measured", "Quality", "assemble", "times_of", "whole_documents"]
 
 Record = Mapping[str, Any]
 
@@ -211,8 +211,8 @@ def _codecs(grid: Grid, core: Mapping[Action, Quality], measured: Measured) -> I
                 codec,
                 _short(found.kl),
                 _short(found.p95),
-                _times(codec, measured.steps),
-                _times(codec, measured.chunks),
+                times_of(codec, measured.steps),
+                times_of(codec, measured.chunks),
                 _parts(found),
             )
 
@@ -222,7 +222,8 @@ def _parts(one: Quality) -> Parts:
     return _short(one.continuation), _short(one.copying)
 
 
-def _times(codec: Quantize, records: Iterable[Record]) -> tuple[tuple[int, float], ...]:
+def times_of(codec: Quantize, records: Iterable[Record]) -> tuple[tuple[int, float], ...]:
+    """(rows, ratio to the dense cache) of a codec."""
     return tuple(
         (int(r["context"]), _short(r["ratio"]))
         for r in records

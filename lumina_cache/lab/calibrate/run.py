@@ -33,7 +33,7 @@ from ..evaluate.results import Store
 from ..evaluate.run import measured
 from ..evaluate.subjects import OwnAction
 from ..models import LoadedModel
-from .add import added, check_base, lacking
+from .add import added, check_base, lacking, timed
 from .assemble import Measured, assemble, whole_documents
 from .bench import ObservedBench
 from .grid import Grid, ModelShape, grid_of, shape_of
@@ -135,7 +135,8 @@ class _Run:
         self.kept = _worth_keeping(self.path, settings, self.key)
         self.shape: ModelShape = shape_of(loaded.model)
         whole = grid_of(self.shape, settings)
-        self.grid: Grid = whole if base is None else lacking(whole, base)
+        self.grid: Grid = whole if base is None else lacking(whole, base, self.key)
+        self.timed = whole.codecs if base is None else timed(whole, base, self.key)
         plan = settings.plan
         self.documents, self.lacking = select(
             loaded.tokenizer, settings.context, MOST_DOCUMENTS, plan.length(settings.context), texts
@@ -218,7 +219,7 @@ class _Run:
             self.done += self._subject_work()
 
     def _times(self) -> None:
-        actions = self.grid.codecs
+        actions = self.timed
         share = self._timed_work() / max(1, 2 * len(self.settings.timed_rows) * len(actions) + 1)
         timer = Clock(self.loaded.model, self.used[0].tokens, self.settings, actions)
         before = self.done
@@ -251,7 +252,7 @@ class _Run:
         )  # fmt: skip
 
     def _timed(self, document: str) -> list[dict[str, Any]]:
-        texts = [*map(str, self.grid.codecs), f"offload:layers=0-{self.shape.entries - 1}"]
+        texts = [*map(str, self.timed), f"offload:layers=0-{self.shape.entries - 1}"]
         found = (self.store.get(rows, document, text) for rows in self.settings.timed_rows for text in texts)
         return [record for record in found if record is not None]
 
@@ -267,7 +268,7 @@ class _Run:
         if self.base is not None:
             if len(whole_documents(self._measured(), self.grid)) < len(self.used):
                 return profile  # figures of fewer documents cannot stand beside the others
-            profile = added(self.base, profile)
+            profile = added(self.base, profile, self._measured())
         try:
             write_profile(profile, self.path)
         except OSError as error:
@@ -327,9 +328,7 @@ class _Run:
 
     def _timed_work(self) -> float:
         rows = self.settings.timed_rows
-        return max(rows) + len(rows) * len(self.grid.codecs) * (
-            8.0 * self.settings.timed_steps + CHUNK * CHUNKS
-        )
+        return max(rows) + len(rows) * len(self.timed) * (8.0 * self.settings.timed_steps + CHUNK * CHUNKS)
 
 
 def _blas() -> str | None:
