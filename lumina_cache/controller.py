@@ -128,6 +128,10 @@ class Controller:
         self.entries: list[list[weakref.ref[Any]]] = []
         self._slack = -1
         self._unchecked = False
+        self._chunk = 0  # tokens of the longest chunk of this prompt so far
+        self._last_chunk = (
+            False  # whether the chunk in hand is shorter than one before: nothing of the prompt follows
+        )
         self._looked = False  # whether anything but the model has read the cache since the last step
         self._said: set[Action] = set()  # parts of the plan that were refused but are tried again
         self._guarded: dict[Quantize, Reason] = {}  # what the outlier guard let nothing be done of
@@ -165,6 +169,8 @@ class Controller:
         if self.plan is not None and steps is self.trackers[0]:
             self._follow_plan(steps, self.plan, tokens)
         if self.decider is not None:
+            self._last_chunk = 1 < tokens < self._chunk
+            self._chunk = max(tokens, self._chunk) if tokens > 1 else 0
             self._slack -= tokens
             self._until_look -= tokens
             if steps.phase != self._phase and not self.speculative:
@@ -186,6 +192,8 @@ class Controller:
             self.plan.due(tokens, self._looked)  # too late for this step, but it counts
             self._looked = False
         if self.decider is not None:
+            self._last_chunk = 1 < tokens < self._chunk
+            self._chunk = max(tokens, self._chunk) if tokens > 1 else 0
             self._slack -= tokens
             self._unchecked = True
         self._note_step(steps)
@@ -701,6 +709,7 @@ class Controller:
             limit=limit,
             horizon=DEFAULT_HORIZON if remaining is None else max(1, remaining),
             remaining=None if remaining is None else max(0, remaining),
+            last_chunk=self._last_chunk,
             # Without a budget nobody has agreed to lose rows: tokens can be taken back at any time.
             rows_must_stay=self.speculative or self.budget is None,
             protect=self.protect,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from figures import ABLE, FIGURES, able, dense_layers, state_of
+from harness import feed, tokens
 
+from lumina_cache import LuminaCache
 from lumina_cache.actions import Evict, Quantize, parse_action
 from lumina_cache.backend.capabilities import KEYS, ROW_CHOICE, ROW_GATHER, BackendProfile
 from lumina_cache.backend.feasibility import Reason
-from lumina_cache.estimate import after_action, after_append, nbytes_allocated
-from lumina_cache.policy import Adaptive, Candidate, State, score
+from lumina_cache.estimate import nbytes_allocated
+from lumina_cache.policy import Candidate, State
 from lumina_cache.policy.candidates import Weighing, next_layers
 from lumina_cache.profile import Profile
 
@@ -37,7 +40,7 @@ def test_what_will_fit_is_what_is_held_when_the_prompt_has_been_read() -> None:
     # In steps of 256: 1,280 rows after the chunk, one step more, and then the limit.
     after = next_layers(reading(limit).layers, 256)
     rows = 1024 + 256 + 1 + (limit - nbytes_allocated(after)) // ROW
-    assert keep.kept == rows / 2048
+    assert keep.kept == rows / (2048 + 256)  # and an answer of 256 tokens
     assert keep.prompt_tokens == 1024
 
 
@@ -104,44 +107,26 @@ def test_nobody_looks_further_ahead_than_the_caller_expects() -> None:
     assert reading(limit, remaining=10).prompt_tokens == 256
 
 
-def test_fewer_rows_make_steps_faster_where_that_was_measured() -> None:
-    measured = replace(
-        FIGURES, dense_steps=((512, 0.06), (2048, 0.12)), prompt_seconds=0.01, dense_chunks=((1024, 0.01),)
-    )
-    assert measured.step_at(1024) == pytest.approx(0.08)
-    found = weighed(state_of(dense_layers(8, 2048), 900 * ROW), measured)
-    evictions = [one for one in found.values() if isinstance(one.action, Evict)]
-    assert evictions
-    for one in evictions:
-        assert isinstance(one.action, Evict)
-        assert one.action.rows is not None
-        expected = measured.step_at(one.action.rows)
-        assert expected is not None
-        assert one.inputs.time_ratio == pytest.approx(expected / 0.12)
-        assert one.inputs.step_seconds == 0.12
-    assert found[FOUR].inputs.time_ratio == pytest.approx(1.4)
-    # The line does not fall to nothing.
-    assert measured.step_at(-10_000) == 0.03
+def test_a_chunk_that_is_shorter_than_the_one_before_is_the_last() -> None:
+    state = reading(500 * ROW, last_chunk=True)
+    assert state.prompt_tokens == 256
+    assert state.to_come == 256 + state.horizon
+    assert replace(state, tokens=1, within_prompt=True).prompt_tokens == 0
+    assert replace(state, tokens=1, within_prompt=True).to_come == 0
 
 
-def test_the_score_follows_from_the_inputs_all_the_same() -> None:
-    state = reading(500 * ROW)
-    for one in weighed(state).values():
-        assert score(one.inputs, state.weights) == one.score
+def test_who_says_how_long_it_gets_is_looked_ahead_for_while_decoding_too() -> None:
+    state = state_of(dense_layers(8, 1024), 500 * ROW, remaining=2000)
+    assert (state.prompt_tokens, state.to_come, state.steps) == (0, 2000, 2000)
+    assert weighed(state)[EIGHT].inputs.kept < 1.0
+    half_read = reading(500 * ROW, remaining=2000)
+    assert (half_read.prompt_tokens, half_read.to_come, half_read.steps) == (1024, 2000, 976)
 
 
-def test_reading_on_the_rows_are_encoded_once_and_not_again_and_again() -> None:
-    """A prompt of 2,048 tokens in chunks, under a limit that four bits hold: never coarser than that."""
-    limit, each, lost, chosen = 380 * ROW, dense_layers(8, 256), (0.0, 0.0), []
-    while each[0].offset < 2048:
-        state = state_of(each, limit, tokens=256, lost=lost)
-        if nbytes_allocated(next_layers(state.layers, 256)) > limit:
-            table = Weighing.of(state, ABLE, replace(FIGURES, sensitivity=())).everything()
-            action = Adaptive().decide(state, table).action
-            x = next(one.inputs for one in table if one.action == action)
-            each, lost = after_action(each, action), (x.lost_kl or 0.0, x.lost_p95 or 0.0)
-            chosen.append(str(action))
-        each = after_append(each, 256)
-    assert len(chosen) <= 2, chosen
-    assert each[0].layout.bits == 4
-    assert not each[0].evicted
+def test_a_shorter_chunk_is_noticed_and_the_next_prompt_begins_anew(tiny: Any) -> None:
+    model, seen = tiny("llama"), []
+    with LuminaCache(model, budget="10MB", telemetry=False) as cache:
+        for n in (30, 30, 11, 1, 30, 30, 9, 1):
+            feed(model, cache, tokens(n), [n])
+            seen.append(cache._control._last_chunk)
+    assert seen == [False, False, True, False, False, False, True, False]

@@ -92,6 +92,7 @@ def states(draw: Any) -> State:
         horizon=draw(st.sampled_from([1, 256])),
         within_prompt=draw(st.booleans()),
         remaining=draw(st.sampled_from([None, None, 700])),
+        last_chunk=draw(st.booleans()),
         rows_must_stay=draw(st.booleans()),
         evicted_by=draw(st.sampled_from([None, None, "sinks_window", "nobody"])),
         lost=draw(st.sampled_from([(0.0, 0.0), (0.1, 0.3), None])),

@@ -1,4 +1,4 @@
-"""Where the prompt is expected to end: what is held there, and what will have to be done on the way.
+"""Where the prompt is expected to end, and the answer: what is held there, and what will have to be done on the way.
 
 An action is judged there and not after the next chunk. Bytes per row are known, so it is known how many rows will fit; when
 they do not all fit, something else has to follow: rows are evicted, or all are stored in a coarser codec. The cheaper of the
@@ -102,7 +102,9 @@ class Ahead:
     ) -> None:
         self.state, self.profile, self.same, self.limit = state, profile, same, state.limit.nbytes
         kv = [one for one in state.layers if one.changeable]
-        self.tokens = state.prompt_tokens if kv else 0
+        self.tokens = state.to_come if kv else 0
+        #: Half of what is expected of the prompt, which its chunks see in the mean.
+        self.half = state.prompt_tokens // 2
         self.rows, self.offset = (max((n(one) for one in kv), default=0) for n in (_rows, _offset))
         self.scorers = self._able_scorers(facts)
         self._codecs = profile.codec_columns
@@ -154,23 +156,17 @@ class Ahead:
         fit = self.state.tokens + 1 + (self.limit - nbytes_next) // np.maximum(each, 1)
         return np.minimum(fit, self.tokens)
 
-    def left(self, rows: Any, grown: Any, share: float = 1.0) -> Any:
-        """Rows of a layer when ``share`` of the rest of the prompt has been read."""
-        return np.maximum(1, rows + np.minimum(grown, int(share * self.tokens)))
+    def left(self, rows: Any, grown: Any, tokens: int) -> Any:
+        """Rows of a layer that holds ``rows`` now after so many tokens."""
+        return np.maximum(1, rows + np.minimum(grown, tokens))
 
-    def seen(self, offset: int, share: float = 1.0) -> int:
-        """Tokens that a layer has seen by then."""
-        return offset + int(share * self.tokens)
-
-    def rows_of(self, held: Held, grown: int, share: float = 1.0) -> int:
+    def rows_of(self, held: Held, grown: int, tokens: int) -> int:
         """The same of one layer; sliding windows hold what they hold."""
-        return int(self.left(held.rows, grown, share)) if held.changeable else held.rows
+        return int(self.left(held.rows, grown, tokens)) if held.changeable else held.rows
 
-    def dense_ratio(
-        self, held: Held, rows: int, at: Callable[[float], float | None], share: float = 1.0
-    ) -> float:
-        """Time over ``rows`` dense rows to that over all that were seen; 1 where nobody measured it."""
-        most = at(self.seen(held.offset, share)) if held.changeable else None
+    def dense_ratio(self, held: Held, rows: int, tokens: int, at: Callable[[float], float | None]) -> float:
+        """Time over ``rows`` dense rows to that over all that were seen by then; 1 where nobody measured it."""
+        most = at(held.offset + tokens) if held.changeable else None
         return (at(rows) or most) / most if most else 1.0
 
     # -- what follows -----------------------------------------------------------------------------------------------
@@ -226,8 +222,9 @@ class Ahead:
         fits &= (keys < key_bits[:, None]) | (values < value_bits[:, None])
         which, at = np.broadcast_to(places, fits.shape), rows + self.tokens
         everywhere = np.broadcast_to(at[:, None], fits.shape)
-        steps = codecs.times.at(which, everywhere) * codecs.dense_step(at, self.seen(self.offset))[:, None]
-        first = (np.maximum(grown, 0.0) / self.tokens)[:, None]
+        steps = codecs.times.at(which, everywhere) * codecs.dense_step(at, self.offset + self.tokens)[:, None]
+        prompt = self.same.prompt_tokens
+        first = np.clip(grown / prompt, 0.0, 1.0)[:, None] if prompt else np.ones((len(rows), 1))
         chunks = first * chunk[:, None] + (1.0 - first) * codecs.chunk_times.at(which, everywhere)
         kl, p95 = (np.where(fits, one[places], np.inf) for one in (codecs.kl, codecs.p95))
         best, each = self._points(Ends(kl, p95, steps, chunks, which)).argmin(1), np.arange(len(rows))

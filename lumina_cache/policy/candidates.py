@@ -532,6 +532,7 @@ class Weighing:
         # Equal layers are judged together, and only layers with their numbers can be told apart by a plan.
         facts = replace(facts, numbered=numbered(state.each))
         seen, coming = max((one.offset for one in state.layers), default=0), state.prompt_tokens
+        end = seen + max(coming, state.to_come)
         same = Inputs(
             nbytes_next=0,
             nbytes_peak=0,
@@ -542,8 +543,8 @@ class Weighing:
             lost_kl=None,
             lost_p95=None,
             source="",
-            step_seconds=profile.step_at(seen + coming),
-            horizon=state.horizon,
+            step_seconds=profile.step_at(end),
+            horizon=state.steps,
             prompt_tokens=coming,
             prompt_seconds=profile.chunk_at(seen + coming // 2),
             error_mean=state.prediction_error[0],
@@ -595,9 +596,9 @@ class Weighing:
         state, profile = self.state, self.profile
         if self.against is not None:
             feasible = [codec for codec in feasible if not self.against(codec)]
-        # Room for all that is expected of the prompt: few layers now, and few more with every chunk, end where all of them
-        # at once would not have.
-        ahead = replace(state, tokens=max(state.tokens, state.prompt_tokens))
+        # Room for all that is expected: few layers now, and few more with every chunk, end where all of them at once
+        # would not have.
+        ahead = replace(state, tokens=max(state.tokens, state.to_come))
         plans = plans_for(ahead, profile, feasible, scorer) or plans_for(state, profile, feasible, scorer)
         known, swift = {one.plan for one in plans}, quick(state, profile, feasible)
         if len(swift) < len(feasible):

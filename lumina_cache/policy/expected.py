@@ -94,7 +94,7 @@ def stored(
     short = grown < ahead.tokens
     kept = min(
         (
-            int(ahead.left(one.rows, grown)) / ahead.seen(one.offset)
+            int(ahead.left(one.rows, grown, ahead.tokens)) / (one.offset + ahead.tokens)
             for one in kv
             if one.evicted or (short and one.changeable)
         ),
@@ -114,7 +114,7 @@ def stored(
                 kept,
                 now,
             )
-        at_end, half_way = ahead.rows_of(one, grown), ahead.rows_of(one, grown, 0.5)
+        at_end, half_way = (ahead.rows_of(one, grown, n) for n in (ahead.tokens, ahead.half))
         ratio: float | None = 1.0
         chunk: float | None = 1.0
         if not one.layout.dense:
@@ -127,8 +127,8 @@ def stored(
                 figure.chunk_time_at(half_way),
             )
             kl, p95 = kl + figure.kl * group.weight / total, p95 + figure.p95 * group.weight / total
-        fewer = ahead.dense_ratio(one, at_end, profile.step_at)
-        fewer_half_way = ahead.dense_ratio(one, half_way, profile.chunk_at, 0.5)
+        fewer = ahead.dense_ratio(one, at_end, ahead.tokens, profile.step_at)
+        fewer_half_way = ahead.dense_ratio(one, half_way, ahead.half, profile.chunk_at)
         time = None if time is None or ratio is None else time + ratio * fewer * one.count / total
         prompt = (
             None if prompt is None or chunk is None else prompt + chunk * fewer_half_way * one.count / total

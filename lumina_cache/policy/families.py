@@ -179,14 +179,14 @@ class Families:
             fewer: Array = np.ones(n)
             fewer_half_way: Array = fewer
             if held.changeable:
-                at_end, half_way = ahead.left(one.rows, grown), ahead.left(one.rows, grown, 0.5)
+                at_end, half_way = (ahead.left(one.rows, grown, n) for n in (ahead.tokens, ahead.half))
                 missing_rows = one.cut | held.evicted
                 share = np.where(missing_rows, one.rows / held.offset, np.inf)
                 kept_now = np.minimum(kept_now, share)
-                share = np.where(missing_rows | short, at_end / ahead.seen(held.offset), np.inf)
+                share = np.where(missing_rows | short, at_end / (held.offset + ahead.tokens), np.inf)
                 kept = np.minimum(kept, share)
-                fewer = of_codecs.dense_step(at_end, ahead.seen(held.offset))
-                fewer_half_way = of_codecs.dense_chunk(half_way, ahead.seen(held.offset, 0.5))
+                fewer = of_codecs.dense_step(at_end, held.offset + ahead.tokens)
+                fewer_half_way = of_codecs.dense_chunk(half_way, held.offset + ahead.half)
             # The figure of the very codec where rows are stored like that; else that of how they are stored.
             place = of_codecs.places.get(held.layout, -1)
             same = of_codecs.kinds(held.layout, held.key_width, held.value_width, held.itemsize).same[codecs]

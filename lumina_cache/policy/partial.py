@@ -57,7 +57,7 @@ def quick(state: State, profile: Profile, feasible: Iterable[Quantize]) -> tuple
             figure.time_at(ours.rows),
             figure.chunk_time_at(ours.rows),
             step_seconds=profile.step_seconds,
-            horizon=state.horizon,
+            horizon=state.steps,
             prompt_seconds=state.prompt_tokens * (profile.prompt_seconds or 0.0),
         )
         if points is not None:

@@ -43,6 +43,9 @@ class State:
     horizon: int = DEFAULT_HORIZON  #: decode steps still to come, as far as is known
     available: int | None = None  #: bytes that may still be allocated on this machine; None when unknown
     remaining: int | None = None  #: tokens still to come at most, prompt and answer; None: nobody said
+    last_chunk: bool = (
+        False  #: the chunk in hand is shorter than one before it: nothing of the prompt follows
+    )
     within_prompt: bool = (
         False  #: a chunk of a prompt has just been read, and nobody says whether it was the last
     )
@@ -63,11 +66,26 @@ class State:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompt that are still expected: none while decoding; within a prompt, whose length nobody says,
-        as many again as were seen, and at least the coming chunk; no more than the caller expects in all."""
+        as many again as were seen, and at least the coming chunk; no more than the caller expects in all, and nothing
+        behind a chunk that is shorter than one before it."""
+        if self.last_chunk:
+            return self.tokens if self.tokens > 1 else 0
         if self.tokens <= 1 and not self.within_prompt:
             return 0
         expected = max(self.tokens, *(one.offset for one in self.layers)) if self.layers else self.tokens
         return expected if self.remaining is None else max(self.tokens, min(expected, self.remaining))
+
+    @property
+    def steps(self) -> int:
+        """Decode steps still to come."""
+        return self.horizon if self.remaining is None else max(1, self.remaining - self.prompt_tokens)
+
+    @property
+    def to_come(self) -> int:
+        """Tokens for which actions are judged ahead: prompt and answer; while decoding none, unless the caller said."""
+        if self.remaining is not None:
+            return max(self.tokens, self.remaining)
+        return self.prompt_tokens + self.horizon if self.prompt_tokens else 0
 
     def to_record(self) -> dict[str, Any]:
         from .candidates import next_layers
@@ -94,6 +112,7 @@ class State:
             "limit": self.limit.to_record(),
             "horizon": self.horizon,
             "remaining": self.remaining,
+            "last_chunk": self.last_chunk,
             "within_prompt": self.within_prompt,
             "available": self.available,
             "rows_must_stay": self.rows_must_stay,
