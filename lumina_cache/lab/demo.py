@@ -97,15 +97,19 @@ def run_demo(
     console.print("[bold]1. The stock cache[/bold]  prompt_cache=make_prompt_cache(model)")
     stock = _measure(loaded, prompt, lambda: make_prompt_cache(loaded.model), 512, max_tokens, console)
     budget_bytes = _default_budget(loaded, stock) if asked is None else asked
+    # Whoever has tokenized the prompt knows how long the text gets; decisions look no further ahead then.
+    horizon = len(prompt) + max_tokens
 
     console.print(
-        f"\n[bold]2. Under a budget[/bold]  prompt_cache=LuminaCache(model, budget={budget_bytes}, log=…)"
+        f"\n[bold]2. Under a budget[/bold]  prompt_cache=LuminaCache(model, budget={budget_bytes}, horizon={horizon}, log=…)"
         f"  ({budget_bytes / stock.allocated:.0%} of what the stock cache took)"
     )
     kept: list[LuminaCache] = []
 
     def make() -> LuminaCache:
-        kept.append(LuminaCache(loaded.model, budget=budget_bytes, policy=policy, log=log or True))
+        kept.append(
+            LuminaCache(loaded.model, budget=budget_bytes, policy=policy, horizon=horizon, log=log or True)
+        )
         return kept[0]
 
     lumina = _measure(loaded, prompt, make, None, max_tokens, console)
