@@ -17,7 +17,8 @@ and 256 decode steps at the measured ratio) over the same of the dense cache; R 
 
 There are two yardsticks: text that only goes on (``recall=0``: KL of the 64 tokens), and text of which half is copied
 (``recall=0.5``, the policy's default: mean of that and of the KL of the copied passages). The adaptive cache is measured
-once as told the one, and once as told the other.
+as somebody makes it who says nothing but the budget, and as somebody does who says how long prompt and answer get and
+which of the two it is.
 
 The budget is a share of what mlx-lm's dense cache takes at the end, in float32: half of it is the whole of a 16-bit cache.
 Run again with the same ``--out``, it goes on.
@@ -75,7 +76,7 @@ RECALLS = (0.5, 0.0)
 YARDSTICKS = {0.5: "Half of what follows is copied", 0.0: "The text only goes on"}
 RUNGS = (Rung.CACHE, Rung.HOOK)
 #: What can be measured apart, into the same file.
-KINDS = ("adaptive", "fixed")
+KINDS = ("adaptive", "told", "fixed")
 #: What tells one record from another.
 PLACE = ("document", "share", "rung", "what", "family")
 
@@ -327,10 +328,16 @@ def scored(figures: Mapping[str, Any], dense_prompt: float, step: float, recall:
     return dict(score(inputs).to_record())
 
 
-def adaptive(trial: Trial, budget: int, rung: Rung, recall: float) -> dict[str, Any]:
-    """The budget held from the first row on."""
+def adaptive(trial: Trial, budget: int, rung: Rung, told: float | None) -> dict[str, Any]:
+    """The budget held from the first row on.
+
+    Args:
+        told: how much is copied, beside how long the text gets; None: the cache is told nothing but the budget.
+    """
+    horizon = len(trial.task.context) + trial.plan.scored
+    knows: dict[str, Any] = {} if told is None else {"recall": told, "horizon": horizon}
     most, over = 0, 0
-    with LuminaCache(trial.model, budget=budget, telemetry=False, rung=rung, recall=recall) as cache:
+    with LuminaCache(trial.model, budget=budget, telemetry=False, rung=rung, **knows) as cache:
         tokens, chunk = trial.task.context, trial.plan.chunk
         start = time.perf_counter()
         with watched() as seen:
@@ -480,14 +487,15 @@ def _one(
             found["scores"] = {str(recall): scored(found, prompt, step, recall) for recall in RECALLS}
         add({**record, "state": "real", **found})
 
-    for share in SHARES:
+    callers = [None] * ("adaptive" in kinds) + list(RECALLS) * ("told" in kinds)
+    for told in callers:
+        # With room for everything nothing is decided.
+        for share in SHARES if told is None else SHARES[1:]:
+            for rung in RUNGS:
+                measure = partial(adaptive, trial, int(share * nbytes), rung, told)
+                take(share, rung, *_caller(told), measure)
+    for share in SHARES if "fixed" in kinds else ():
         budget = int(share * nbytes)
-        for rung in RUNGS if "adaptive" in kinds else ():
-            for recall in RECALLS:
-                measure = partial(adaptive, trial, budget, rung, recall)
-                take(share, rung, "adaptive", f"recall={recall}", measure)
-        if "fixed" not in kinds:
-            continue
         state = trial.state(budget)
         grid = [*stock(state), *(one for rung in RUNGS for one in solved(state, rung))]
         for one in grid:
@@ -522,16 +530,29 @@ def rows_of(records: Sequence[Mapping[str, Any]], recall: float) -> Iterator[dic
                     "document": document,
                     "share": share,
                     "rung": rung.name.lower(),
-                    "adaptive": _best(_told(here, rung, recall), recall),
+                    "adaptive": _best(_of_caller(here, rung, None), recall),
+                    "told": _best(_of_caller(here, rung, recall), recall),
                     "oracle": _best((r for r in here if r["what"] == "fixed" and r["rung"] in names), recall),
                     "mlx-lm": _best((r for r in here if r["what"] == "mlx-lm"), recall),
                 }
 
 
-def _told(records: Iterable[Mapping[str, Any]], rung: Rung, recall: float) -> list[Mapping[str, Any]]:
-    """Of the adaptive cache, those that were told this."""
-    place = ("adaptive", rung.name.lower(), f"recall={recall}")
-    return [r for r in records if (r["what"], r["rung"], r["family"]) == place]
+def _caller(told: float | None) -> tuple[str, str]:
+    """What and family of a record of the adaptive cache."""
+    return ("adaptive", "") if told is None else ("told", f"recall={told},horizon")
+
+
+def _of_caller(
+    records: Iterable[Mapping[str, Any]], rung: Rung, told: float | None
+) -> list[Mapping[str, Any]]:
+    """Of the adaptive cache, those that were told this; with room for everything it is all the same."""
+    wanted, rung_name = _caller(told), rung.name.lower()
+    return [
+        r
+        for r in records
+        if r["rung"] == rung_name
+        and ((r["what"], r["family"]) == wanted or (r["what"] == "adaptive" and r["share"] == SHARES[0]))
+    ]
 
 
 def families(records: Sequence[Mapping[str, Any]], rung: Rung, recall: float) -> dict[str, float]:
@@ -547,9 +568,10 @@ def families(records: Sequence[Mapping[str, Any]], rung: Rung, recall: float) ->
         keeps = {(r["document"], r["share"]): _total(r, recall) for r in usable if r["family"] == "keep"}
         fallback = keeps if family.startswith(("evict", "mlx-lm:max")) else {}
         found[family] = statistics.fmean(best.get(c, fallback.get(c, -100.0)) for c in cells)
-    own = _told(records, rung, recall)
-    if own:
-        found["adaptive"] = statistics.fmean(_total(r, recall) for r in own)
+    for name, told in (("adaptive", None), ("told", recall)):
+        own = _of_caller(records, rung, told)
+        if len(own) == len(cells):
+            found[name] = statistics.fmean(_total(r, recall) for r in own)
     return dict(sorted(found.items(), key=lambda one: -one[1]))
 
 
@@ -590,7 +612,7 @@ def _by_budget(
         # What is done to the full cache comes on top of it, after its prompt.
         peak = (
             record["peak"]
-            if record["what"] == "adaptive"
+            if record["what"] in ("adaptive", "told")
             else max(own["peak"], own["nbytes"] + record["peak"])
         )
         questions = {**record["asked"], **questions}
@@ -602,11 +624,13 @@ def _by_budget(
     cells = list(rows_of(records, recall))
     for share in SHARES:
         for who, rung in (
-            ("adaptive", "cache"), ("oracle", "cache"), ("adaptive", "hook"), ("oracle", "hook"), ("mlx-lm", "cache"),
+            ("adaptive", "cache"), ("told", "cache"), ("oracle", "cache"),
+            ("adaptive", "hook"), ("told", "hook"), ("oracle", "hook"), ("mlx-lm", "cache"),
         ):  # fmt: skip
             mine = [c[who] for c in cells if c["share"] == share and c["rung"] == rung and c[who] is not None]
-            if not mine:
+            if not mine or (who == "told" and share == SHARES[0]):
                 continue
+            who = "adaptive, told" if who == "told" else who
             name = "mlx-lm's best" if who == "mlx-lm" else f"{who}, rung {rung}"
             values = [_mean_of([read(completed(r)) for r in mine], form) for _, read, form in COLUMNS]
             lines.append(f"| {share:.4g} | {name} | ".replace("| 1 |", "| 1.0 |") + " | ".join(values) + " |")
@@ -625,16 +649,17 @@ def _mean_of(values: Sequence[float | None], form: str) -> str:
 def _families_table(records: Sequence[Mapping[str, Any]], recall: float) -> Iterator[str]:
     yield "| mean score over documents and budgets | rung cache | rung hook |"
     yield "| --- | ---: | ---: |"
+    names = {"adaptive": "**adaptive**", "told": "**adaptive, told**"}
     both = [families(records, rung, recall) for rung in RUNGS]
     for name in sorted(
         {n for one in both for n in one}, key=lambda n: -max(one.get(n, -1e9) for one in both)
     ):
         values = [f"{one[name]:.1f}" if name in one else "–" for one in both]
-        yield f"| {'**adaptive**' if name == 'adaptive' else f'`{name}`'} | {values[0]} | {values[1]} |"
+        yield f"| {names.get(name, f'`{name}`')} | {values[0]} | {values[1]} |"
 
 
 def _notes(records: Sequence[Mapping[str, Any]], full: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    own = [r for r in records if r["what"] == "adaptive"]
+    own = [r for r in records if r["what"] in ("adaptive", "told")]
     spent, run = sum(r["decision_seconds"] for r in own), sum(r["run_seconds"] for r in own)
     most = max(r["decision_seconds"] / r["run_seconds"] for r in own)
     yield (
@@ -695,7 +720,7 @@ def main() -> None:
     for recall in RECALLS:
         print(YARDSTICKS[recall])
         for row in rows_of(records, recall):
-            found = (f"{who}: {_short(row[who], recall)}" for who in ("adaptive", "oracle", "mlx-lm"))
+            found = (f"{who}: {_short(row[who], recall)}" for who in ("adaptive", "told", "oracle", "mlx-lm"))
             print(row["document"], row["share"], row["rung"], *found, sep=" | ")
         for rung in RUNGS:
             print(rung.name, {k: round(v, 2) for k, v in families(records, rung, recall).items()})
