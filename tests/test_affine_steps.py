@@ -111,3 +111,13 @@ def test_mlx_lm_reads_what_is_exported_of_it(tiny: Any, tmp_path: Any) -> None:
     theirs = load_prompt_cache(path)
     assert type(theirs[0]).__name__ == "QuantizedKVCache"
     assert same_bits(*(feed(model, one, tokens(1, seed=2), [1]) for one in (theirs, cache)))
+
+
+def test_with_the_attention_hooked_it_is_the_same(tiny: Any) -> None:
+    model = tiny("llama")
+    with stored(model, STEPS) as plain:
+        want = [feed(model, plain, tokens(n, seed=n), [n]) for n in (1, 6, 1)]
+    with stored(model, STEPS, rung="hook", observe="h2o") as hooked:
+        got = [feed(model, hooked, tokens(n, seed=n), [n]) for n in (1, 6, 1)]
+    for ours, theirs in zip(got, want, strict=True):
+        assert_close(ours, theirs, 1e-4)

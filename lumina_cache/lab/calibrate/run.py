@@ -171,9 +171,11 @@ class _Run:
     def all(self) -> Calibration:
         complete = True
         try:
+            # Figures of fewer documents cannot stand beside those of a base, so that times come last there.
+            timed_after = 0 if self.base is None else len(self.used) - 1
             for i, document in enumerate(self.used):
                 self._document(i, document)
-                if i == 0:
+                if i == timed_after:
                     self._times()
                 self._put()
         except _OutOfTime:

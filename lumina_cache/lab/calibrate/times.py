@@ -168,7 +168,7 @@ def timings(
         ]
         due += [(action, clock.chunk) for action in actions if not known(n, CHUNK_TIMES, str(action))]
         if n == rows[-1] and not known(n, DENSE_TIMES, str(Keep())):
-            due.append((Keep(), lambda keep: clock.dense()))
+            due.insert(0, (Keep(), lambda keep: clock.dense()))
         if not due:
             continue
         yield f"{n} rows", None
