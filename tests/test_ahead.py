@@ -45,10 +45,10 @@ def test_what_will_fit_is_what_is_held_when_the_prompt_has_been_read() -> None:
 
 
 def test_rows_that_will_have_to_go_are_part_of_what_keeping_costs() -> None:
-    everything = weighed(reading(3000 * ROW))
+    everything = weighed(reading(3000 * ROW, remaining=1280))
     assert everything["keep"].inputs.kl == 0.0
     assert everything["keep"].inputs.then == ""
-    tight = weighed(reading(1400 * ROW), backend=able(KEYS, ROW_GATHER, ROW_CHOICE))
+    tight = weighed(reading(1400 * ROW, remaining=1280), backend=able(KEYS, ROW_GATHER, ROW_CHOICE))
     keep = tight["keep"].inputs
     curve = FIGURES.evictor("keydiff")
     assert curve is not None
@@ -59,7 +59,7 @@ def test_a_coarser_codec_follows_where_it_loses_less_than_dropping_rows() -> Non
     # Eight bits hold the next chunk and a little more; four hold the whole prompt.
     limit = 500 * ROW
     timed = replace(FIGURES, codecs=tuple(one for one in FIGURES.codecs if one.times))
-    found = weighed(reading(limit), timed)
+    found = weighed(reading(limit, remaining=1280), timed)
     eight, four = found[EIGHT].inputs, found[FOUR].inputs
     assert eight.nbytes_next <= limit
     assert eight.then == FOUR
@@ -67,6 +67,15 @@ def test_a_coarser_codec_follows_where_it_loses_less_than_dropping_rows() -> Non
     assert four.then == ""
     assert four.kl == pytest.approx(0.02)
     assert eight.time_ratio == four.time_ratio
+
+
+def test_what_nobody_has_said_is_half_believed() -> None:
+    """As much again as was seen is the median of what may come: as likely nothing comes any more."""
+    timed = replace(FIGURES, codecs=tuple(one for one in FIGURES.codecs if one.times))
+    guessed, said = (weighed(reading(500 * ROW, remaining=n), timed)[EIGHT].inputs for n in (None, 1280))
+    assert guessed.then == said.then == FOUR
+    assert said.kl == pytest.approx(0.0002 + 0.02)
+    assert guessed.kl == pytest.approx(0.0002 + 0.02 / 2)
 
 
 def test_a_codec_that_was_tried_in_vain_does_not_follow() -> None:

@@ -172,7 +172,18 @@ class Ahead:
     # -- what follows -----------------------------------------------------------------------------------------------
 
     def ends(self, x: Taken) -> Ends:
-        """What actions cost where the prompt ends."""
+        """What actions cost where the prompt ends: there, or, as likely where nobody says, right after the action."""
+        found, likely = self._at_end(x), self.state.likelihood
+        if likely == 1.0:
+            return found
+        kl, p95 = self._evicted(x.scorer, x.kept_now)
+        return replace(
+            found,
+            kl=likely * found.kl + (1.0 - likely) * (x.kl + kl),
+            p95=likely * found.p95 + (1.0 - likely) * (x.p95 + p95),
+        )
+
+    def _at_end(self, x: Taken) -> Ends:
         kl, p95 = self._evicted(x.scorer, x.kept)
         none = np.full(len(x.kl), -1, np.int64)
         found = Ends(x.kl + kl, x.p95 + p95, x.step.copy(), x.chunk.copy(), none)

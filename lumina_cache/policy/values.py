@@ -81,6 +81,14 @@ class State:
         return self.horizon if self.remaining is None else max(1, self.remaining - self.prompt_tokens)
 
     @property
+    def likelihood(self) -> float:
+        """Probability of what is expected: one where it is known, a half where as much again is expected as was seen.
+
+        That is the median of a length that is as likely to be doubled at any length.
+        """
+        return 1.0 if self.remaining is not None or self.last_chunk or not self.prompt_tokens else 0.5
+
+    @property
     def to_come(self) -> int:
         """Tokens for which actions are judged ahead: prompt and answer; while decoding none, unless the caller said."""
         if self.remaining is not None:
