@@ -138,10 +138,10 @@ def test_a_share_that_turns_out_too_small_for_what_is_protected_is_in_the_log(ti
 def test_a_budget_keeps_protected_rows_too(tiny: Any) -> None:
     model = tiny("llama")
     cache = quiet(model, budget=300_000, protect=range(50, 110))
-    for seed in range(20):
+    for seed in range(60):
         model(tokens(80, seed=seed), cache=cache)
         settle(cache)
-    assert min(one.rows for one in held_of(cache)) < 1600
+    assert min(one.rows for one in held_of(cache)) < 4800
     assert_all_held(cache, range(50, 110))
 
 

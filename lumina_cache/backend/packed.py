@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 import mlx.core as mx
 
-from ..codecs.affine import Affine, AffineFetch
+from ..codecs.affine import Affine, AffineFetch, AffineSteps
 from ..codecs.base import STEP, Codec, Encoded
 from ..codecs.formats import ElementFormat
 from ..codecs.hadamard import Hadamard, rotate, rotate_back
@@ -68,7 +68,7 @@ class PackedLayout:
         """The layout of a codec's rows; None if they cannot be attended to as codes."""
         if isinstance(codec, ElementFormat):
             return cls(codec.bits, codec.group_size, mode=codec.name)
-        if type(codec) not in (Affine, AffineFetch, Hadamard, KiviKeys):
+        if type(codec) not in (Affine, AffineFetch, AffineSteps, Hadamard, KiviKeys):
             return None
         assert isinstance(codec, Affine)
         return cls(codec.bits, codec.group_size, isinstance(codec, KiviKeys), isinstance(codec, Hadamard))
