@@ -41,7 +41,8 @@ def test_what_will_fit_is_what_is_held_when_the_prompt_has_been_read() -> None:
     after = next_layers(reading(limit).layers, 256)
     rows = 1024 + 256 + 1 + (limit - nbytes_allocated(after)) // ROW
     assert keep.kept == rows / (2048 + 256)  # and an answer of 256 tokens
-    assert keep.prompt_tokens == 1024
+    assert reading(limit).prompt_tokens == 1024
+    assert keep.prompt_tokens == 512  # half believed
 
 
 def test_rows_that_will_have_to_go_are_part_of_what_keeping_costs() -> None:
@@ -109,7 +110,7 @@ def test_nothing_follows_while_decoding() -> None:
 def test_nobody_looks_further_ahead_than_the_caller_expects() -> None:
     limit = 500 * ROW
     far, near = (weighed(reading(limit, remaining=n))[EIGHT].inputs for n in (None, 300))
-    assert far.prompt_tokens == 1024
+    assert far.prompt_tokens == 512
     assert near.prompt_tokens == 300
     assert near.then == ""
     # The coming chunk is there in any case.

@@ -181,6 +181,8 @@ class Ahead:
             found,
             kl=likely * found.kl + (1.0 - likely) * (x.kl + kl),
             p95=likely * found.p95 + (1.0 - likely) * (x.p95 + p95),
+            # Chunks count by how likely they are already: see State.prompt_likely.
+            step=likely * found.step + (1.0 - likely) * x.step,
         )
 
     def _at_end(self, x: Taken) -> Ends:
@@ -234,7 +236,7 @@ class Ahead:
         which, at = np.broadcast_to(places, fits.shape), rows + self.tokens
         everywhere = np.broadcast_to(at[:, None], fits.shape)
         steps = codecs.times.at(which, everywhere) * codecs.dense_step(at, self.offset + self.tokens)[:, None]
-        prompt = self.same.prompt_tokens
+        prompt = self.state.prompt_tokens
         first = np.clip(grown / prompt, 0.0, 1.0)[:, None] if prompt else np.ones((len(rows), 1))
         chunks = first * chunk[:, None] + (1.0 - first) * codecs.chunk_times.at(which, everywhere)
         kl, p95 = (np.where(fits, one[places], np.inf) for one in (codecs.kl, codecs.p95))

@@ -545,7 +545,7 @@ class Weighing:
             source="",
             step_seconds=profile.step_at(end),
             horizon=state.steps,
-            prompt_tokens=coming,
+            prompt_tokens=state.prompt_likely,
             prompt_seconds=profile.chunk_at(seen + coming // 2),
             error_mean=state.prediction_error[0],
             error_spread=state.prediction_error[1],

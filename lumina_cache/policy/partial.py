@@ -58,7 +58,7 @@ def quick(state: State, profile: Profile, feasible: Iterable[Quantize]) -> tuple
             figure.chunk_time_at(ours.rows),
             step_seconds=profile.step_seconds,
             horizon=state.steps,
-            prompt_seconds=state.prompt_tokens * (profile.prompt_seconds or 0.0),
+            prompt_seconds=state.prompt_likely * (profile.prompt_seconds or 0.0),
         )
         if points is not None:
             rated.append((points, codec))

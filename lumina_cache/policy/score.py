@@ -68,7 +68,7 @@ class Inputs:
     own_seconds: float | None = None  #: of the action itself
     step_seconds: float | None = None  #: of a decode step of the dense, full cache
     horizon: int = 1  #: decode steps that it is held for
-    prompt_tokens: int = 0  #: of the prompt still expected
+    prompt_tokens: int = 0  #: of the prompt still expected, by how likely they are
     prompt_ratio: float | None = (
         None  #: of the time of a prompt's chunk after it, over that of the dense, full cache
     )

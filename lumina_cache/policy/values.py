@@ -76,6 +76,11 @@ class State:
         return expected if self.remaining is None else max(self.tokens, min(expected, self.remaining))
 
     @property
+    def prompt_likely(self) -> int:
+        """The same, by how likely they are: what chunks are expected to take."""
+        return round(self.likelihood * self.prompt_tokens)
+
+    @property
     def steps(self) -> int:
         """Decode steps still to come."""
         return self.horizon if self.remaining is None else max(1, self.remaining - self.prompt_tokens)
