@@ -581,6 +581,7 @@ COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None], str], ...
     ("Q", lambda r: r["score"]["Q"], "{:.2f}"),
     ("T", lambda r: r["score"]["T"], "{:.1f}"),
     ("KL", lambda r: r["T1"]["kl_mean"], "{:.4f}"),
+    ("KL copying", lambda r: r["asked"]["copy_kl"], "{:.3f}"),
     ("top-1", lambda r: r["T1"]["top1"], "{:.3f}"),
     ("copied", lambda r: r.get("asked", {}).get("copy_accuracy"), "{:.2f}"),
     ("looked up", lambda r: r.get("asked", {}).get("lookup_accuracy"), "{:.2f}"),
