@@ -7,7 +7,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -63,6 +63,10 @@ LOOK_EVERY = 256
 
 #: Most times that a decision is made anew because the outlier guard refused what was chosen.
 MOST_TRIES = 8
+#: The last of them, which are left to evictions.
+TRIES_WITHOUT_CODECS = 2
+
+_ENOUGH_TRIED = Reason("failed", "too many codecs were tried in vain; only dropping rows is left")
 
 #: Fewest rows per layer that eviction to a budget goes down to, attention sinks included.
 FEWEST_ROWS = 64
@@ -683,18 +687,40 @@ class Controller:
         return after_append(self._layers(steps), tokens if steps is beginning else 0)
 
     def _decide(self, steps: StepTracker, decider: Decider, state: State, trigger: str) -> None:
+        """Ask the policy, and carry out what it chose; if that cannot be done after all, ask again without it.
+
+        The last tries are without codecs: rows can always be dropped, and the limit must hold.
+        """
         decider.fit(self.probe(steps).group_size)
-        for _ in range(MOST_TRIES):
-            against = self._against if self._guarded else None
+        failed: dict[Action, Reason] = {}
+        for left in reversed(range(MOST_TRIES)):
+            against = self._against_also(failed, left < TRIES_WITHOUT_CODECS)
             decision = decider.decide(state, self.profile(steps), trigger, against)
             if decision.action == Keep():
                 return
-            known = len(self._guarded)
-            with suppress(Exception):  # it is in the log; generation must not break because an action did
+            try:  # what goes wrong is in the log; generation must not break because an action did
                 applied = self._execute(steps, decision.action, "policy", decider.number)
+            except Exception as error:
+                failed[decision.action] = Reason("failed", f"it was tried and failed: {error}")
+                if self._layers(steps) != state.layers:
+                    return  # it got half way: what was weighed is void
+            else:
                 decider.done(applied.observed_peak)
-            if len(self._guarded) == known:
                 return
+
+    def _against_also(
+        self, failed: Mapping[Action, Reason], no_codecs: bool
+    ) -> Callable[[Action], tuple[Reason, ...]] | None:
+        """Reasons against an action by what was tried before; None if there are none against any."""
+        if not (self._guarded or failed or no_codecs):
+            return None
+
+        def against(action: Action) -> tuple[Reason, ...]:
+            if no_codecs and any(isinstance(part, Quantize) for part in singles(action)):
+                return (_ENOUGH_TRIED,)
+            return (failed[action],) if action in failed else self._against(action)
+
+        return against
 
     def _state(self, steps: StepTracker, limit: Limit, tokens: int) -> State:
         """What a decision before a step of ``tokens`` tokens is made on."""
@@ -1023,7 +1049,15 @@ def _plain_window(action: Action) -> bool:
 def _no_finer(one: Quantize, other: Quantize) -> bool:
     """Whether ``one`` stores rows as ``other`` does, with no more bits."""
     coarser = one.key_bits <= other.key_bits and one.value_bits <= other.value_bits
-    return (one.codec, one.group_size) == (other.codec, other.group_size) and coarser
+    return (_codes_of(one), one.group_size) == (_codes_of(other), other.group_size) and coarser
+
+
+def _codes_of(action: Quantize) -> str:
+    """What codes a codec makes; others read the same ones in another way."""
+    name = action.codec
+    for reading in ("_fetch", "_steps", "_packed"):
+        name = name.removesuffix(reading)
+    return name
 
 
 def _require_room(plan: Action, pinned: Pinned) -> None:

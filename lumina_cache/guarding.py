@@ -53,9 +53,11 @@ def guarded(
         return None
     if (key_bits, value_bits) == (action.key_bits, action.value_bits):
         return action
-    raised: Quantize | None = _with_bits(action, key_bits, value_bits)
+    raised: Quantize | None
     if layout.packed:
         raised = _fewest_packed(action, max(key_bits, value_bits), guard)
+    else:
+        raised = _with_bits(action, key_bits, value_bits)
     return None if raised is None or _as_coarse(layer.layout, raised) else raised
 
 

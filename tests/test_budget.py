@@ -388,3 +388,31 @@ def test_a_share_of_this_machine_becomes_a_number_of_bytes(tiny: Any) -> None:
 )
 def test_amounts_are_printed_in_decimal_units(nbytes: int, text: str) -> None:
     assert format_bytes(nbytes) == text
+
+
+def test_where_codecs_fail_when_they_are_carried_out_rows_are_dropped_instead(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever goes wrong with what was chosen, the budget is held."""
+    from lumina_cache.layers import KVCache
+
+    def broken(self: Any, layout: Any) -> Any:
+        raise RuntimeError("a codec that does not work here")
+
+    model = tiny("llama")
+    with quiet(model, policy="off") as cache:
+        feed(model, cache, tokens(1000), [1000])
+        half = cache.nbytes // 2
+    monkeypatch.setattr(KVCache, "reencode", broken)
+    with quiet(model, budget=half, guard=False) as cache:
+        for _ in range(10):
+            feed(model, cache, tokens(100), [100])
+            assert cache.nbytes <= half
+        feed(model, cache, tokens(30), [1] * 30)
+        assert cache.nbytes <= half
+        tried = [r["chosen"] for r in cache.log.records if r["event"] == "decision"]
+        warnings = [r["code"] for r in cache.log.records if r["event"] == "warning"]
+    assert sum(one.startswith("quant:") for one in tried) >= 2
+    assert len(tried) == len(set(tried)) or "evict" in " ".join(tried)
+    assert "action_failed" in warnings
+    assert any(one.startswith("evict:") for one in tried)
