@@ -121,3 +121,14 @@ def test_with_the_attention_hooked_it_is_the_same(tiny: Any) -> None:
         got = [feed(model, hooked, tokens(n, seed=n), [n]) for n in (1, 6, 1)]
     for ours, theirs in zip(got, want, strict=True):
         assert_close(ours, theirs, 1e-4)
+
+
+def test_the_guard_gives_keys_and_values_as_many_bits(tiny: Any) -> None:
+    model = tiny("llama")
+    cache = quiet(model, guard=0.001)
+    feed(model, cache, tokens(70), [70])
+    applied = cache.apply(parse_action("quant:affine_steps,bits=2,group=32"))
+    assert applied is not None
+    raised = {str(one) for one in applied.guarded.values()}
+    assert raised
+    assert all("bits" in one and "kbits" not in one for one in raised if one != "keep"), raised
