@@ -66,14 +66,14 @@ class State:
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompt that are still expected: none while decoding; within a prompt, whose length nobody says,
-        as many again as were seen, and at least the coming chunk; no more than the caller expects in all, and nothing
-        behind a chunk that is shorter than one before it."""
+        as many again as were seen, and at least the coming chunk; no more than half of what the caller says is still to
+        come, as the answer is part of that; and nothing behind a chunk that is shorter than one before it."""
         if self.last_chunk:
             return self.tokens if self.tokens > 1 else 0
         if self.tokens <= 1 and not self.within_prompt:
             return 0
         expected = max(self.tokens, *(one.offset for one in self.layers)) if self.layers else self.tokens
-        return expected if self.remaining is None else max(self.tokens, min(expected, self.remaining))
+        return expected if self.remaining is None else max(self.tokens, min(expected, self.remaining // 2))
 
     @property
     def prompt_likely(self) -> int:
