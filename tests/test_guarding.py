@@ -126,7 +126,7 @@ def test_under_a_budget_rows_that_cannot_be_packed_are_evicted_instead() -> None
     assert cache.observe().nbytes_allocated <= 400_000
     assert not any("quant:affine" in r["action"] for r in applied(cache))
     refused = [r["action"] for r in cache.log.records if r["event"] == "action.refused"]
-    assert any("quant:affine,bits=8,group=32" in action for action in refused)
+    assert any("quant:affine_steps,bits=8,group=32" in action for action in refused)
     assert len(refused) == len(set(refused)) <= 6
     last = [r for r in cache.log.records if r["event"] == "decision"][-1]
     codes = {x["code"] for c in last["candidates"] for x in c["reasons"]}

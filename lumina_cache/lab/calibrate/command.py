@@ -34,7 +34,7 @@ def calibrate_command(
     minutes: float | None,
     documents: int | None,
     out: Path | None,
-    add_to: Path | None,
+    add_to: Path | None = None,
     as_json: bool,
 ) -> None:
     """Measure, put the profile in place and print it. Progress goes to standard error."""
