@@ -61,7 +61,7 @@ STEP_RECORD_EVERY = 64
 #: Tokens after which the machine is looked at again even if nothing grows.
 LOOK_EVERY = 256
 
-#: Most times that a decision is made anew because the outlier guard refused what was chosen.
+#: Most times that a decision is made because what was chosen could not be carried out.
 MOST_TRIES = 8
 #: The last of them, which are left to evictions.
 TRIES_WITHOUT_CODECS = 2
@@ -173,8 +173,7 @@ class Controller:
         if self.plan is not None and steps is self.trackers[0]:
             self._follow_plan(steps, self.plan, tokens)
         if self.decider is not None:
-            self._last_chunk = 1 < tokens < self._chunk
-            self._chunk = max(tokens, self._chunk) if tokens > 1 else 0
+            self._note_chunk(tokens)
             self._slack -= tokens
             self._until_look -= tokens
             if steps.phase != self._phase and not self.speculative:
@@ -188,6 +187,10 @@ class Controller:
                 self._unchecked = tokens > 1
         self._note_step(steps)
 
+    def _note_chunk(self, tokens: int) -> None:
+        self._last_chunk = 1 < tokens < self._chunk
+        self._chunk = max(tokens, self._chunk) if tokens > 1 else 0
+
     def step_began(self, steps: StepTracker, tokens: int) -> None:
         if self.suspended is not None:
             self._wake(steps)
@@ -196,8 +199,7 @@ class Controller:
             self.plan.due(tokens, self._looked)  # too late for this step, but it counts
             self._looked = False
         if self.decider is not None:
-            self._last_chunk = 1 < tokens < self._chunk
-            self._chunk = max(tokens, self._chunk) if tokens > 1 else 0
+            self._note_chunk(tokens)
             self._slack -= tokens
             self._unchecked = True
         self._note_step(steps)

@@ -71,8 +71,10 @@ def test_a_chunk_sees_what_the_codes_stand_for(tiny: Any) -> None:
     ours, packed = stored(model, STEPS), stored(model, "quant:affine,bits=8,group=32")
     got, want = (feed(model, one, tokens(9, seed=1), [9]) for one in (ours, packed))
     assert_close(got, want, 1e-4)
-    # And rows that come in a chunk are stored as those that come one by one.
-    assert same_bits(*(feed(model, one, tokens(1, seed=2), [1]) for one in (ours, copy.deepcopy(ours))))
+    # And rows that came in a chunk are there for the next step.
+    got, want = (feed(model, one, tokens(1, seed=2), [1]) for one in (ours, packed))
+    assert_close(got, want, 1e-3)
+    assert ours.nbytes == packed.nbytes
 
 
 @pytest.mark.parametrize("name", architectures(but={*UNPACKABLE, *UNDECODABLE, *NO_ROWS}))

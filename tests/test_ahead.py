@@ -141,3 +141,13 @@ def test_a_shorter_chunk_is_noticed_and_the_next_prompt_begins_anew(tiny: Any) -
             feed(model, cache, tokens(n), [n])
             seen.append(cache._control._last_chunk)
     assert seen == [False, False, True, False, False, False, True, False]
+
+
+def test_where_codecs_cannot_be_weighed_together_none_is_expected_to_follow() -> None:
+    """Nobody knows the bytes that it would take."""
+    unbuilt = parse_action("quant:turboquant,bits=4")
+    assert isinstance(unbuilt, Quantize)
+    more = replace(FIGURES, codecs=(*FIGURES.codecs, replace(FIGURES.codecs[0], action=unbuilt)))
+    found = weighed(reading(500 * ROW, remaining=1280), more)
+    assert found[EIGHT].inputs.kept < 1.0
+    assert {one.inputs.then for one in found.values()} == {""}

@@ -15,7 +15,7 @@ from ..estimate import LANE_KINDS, Held, applies, rows_left, transient_of_action
 from ..rows import Pinned
 from .capabilities import DISK_TIER, RAGGED_LAYERS, BackendProfile, Capability
 
-__all__ = ["Facts", "Reason", "Verdict", "classify", "facts_of", "numbered", "reasons_against"]
+__all__ = ["Facts", "Reason", "Verdict", "classify", "coarsest", "facts_of", "numbered", "reasons_against"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def facts_of(
         rows=max((one.rows for one in changeable), default=0),
         lanes=tuple(lanes),
         block=max((one.layout.block for one in changeable), default=1),
-        coarsest=_coarsest([one.layout for one in (*changeable, *lanes)]),
+        coarsest=coarsest([one.layout for one in (*changeable, *lanes)]),
         numbered=numbered(layers),
         dims=tuple(dict.fromkeys((one.kind, one.key_dim, one.value_dim) for one in (*changeable, *lanes))),
         largest=_largest([*changeable, *lanes]),
@@ -161,7 +161,8 @@ def _missing(requires: frozenset[Capability], facts: Facts) -> tuple[Reason, ...
 _DENSE_BITS = 1 << 10
 
 
-def _coarsest(layouts: Sequence[Layout]) -> tuple[int, int]:
+def coarsest(layouts: Sequence[Layout]) -> tuple[int, int]:
+    """Fewest bits of keys and of values in any of the layouts; more than any codec has where nothing is encoded."""
     keys = min((x.keys.code_bits or _DENSE_BITS for x in layouts), default=_DENSE_BITS)
     values = min((x.values.code_bits or _DENSE_BITS for x in layouts), default=_DENSE_BITS)
     return keys, values
@@ -172,7 +173,7 @@ def _coarsest_within(bounds: tuple[int, int], facts: Facts) -> tuple[int, int]:
     if not facts.numbered:
         return facts.coarsest
     first, last = bounds
-    return _coarsest([one.layout for one in facts.numbered if first <= one.index <= last])
+    return coarsest([one.layout for one in facts.numbered if first <= one.index <= last])
 
 
 def reasons_against(action: Action, facts: Facts) -> tuple[Reason, ...]:

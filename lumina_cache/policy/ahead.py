@@ -26,22 +26,12 @@ from .columns import ALL_ROWS, Column
 from .score import TIME_PER_POINT, Inputs, quality_points
 from .values import State
 
-__all__ = ["Against", "Ahead", "Ends", "Taken", "able_codecs", "coarsest_bits"]
+__all__ = ["Against", "Ahead", "Ends", "Taken", "able_codecs"]
 
 Array = Any  #: numpy.ndarray
 
 #: Reasons against an action, from what was tried before.
 Against = Callable[[Action], tuple[Reason, ...]]
-
-#: Bits of dense rows, where only the order counts.
-_DENSE = 99
-
-
-def coarsest_bits(layers: Sequence[Held]) -> tuple[int, int]:
-    """Fewest bits of keys and of values in any of the layers."""
-    sides = [(one.layout.keys.code_bits, one.layout.values.code_bits) for one in layers]
-    keys = min((_DENSE if k is None else k for k, _ in sides), default=_DENSE)
-    return keys, min((_DENSE if v is None else v for _, v in sides), default=_DENSE)
 
 
 def able_codecs(facts: Facts, codecs: CodecColumns) -> Array:
@@ -87,7 +77,7 @@ class Ahead:
     """The rest of a prompt, for all actions that are weighed in one state.
 
     Args:
-        columns: of the layers; None if there are none, then rows can only be evicted later.
+        columns: of the layers; empty where codecs cannot be weighed together, then rows can only be evicted later.
         against: codecs that are of no use, because they were refused when they were tried.
     """
 
@@ -97,7 +87,7 @@ class Ahead:
         profile: Profile,
         facts: Facts,
         same: Inputs,
-        columns: Sequence[Column] | None,
+        columns: Sequence[Column],
         against: Against | None = None,
     ) -> None:
         self.state, self.profile, self.same, self.limit = state, profile, same, state.limit.nbytes
@@ -109,7 +99,7 @@ class Ahead:
         self.scorers = self._able_scorers(facts)
         self._codecs = profile.codec_columns
         self._able = np.zeros(0, np.int64)
-        if columns is not None and self.limit is not None and self.tokens:
+        if columns and self.limit is not None and self.tokens:
             self._set_codecs(columns, facts, against)
 
     def _able_scorers(self, facts: Facts) -> Array:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..actions import Action, Composite, Evict, Keep, Plan, Quantize, Reclaim, in_ranges, singles
 from ..allocate import Option, allocate, allocate_alike, lower_hull
 from ..backend.capabilities import BackendProfile
-from ..backend.feasibility import Facts, facts_of, numbered, reasons_against
+from ..backend.feasibility import Facts, coarsest, facts_of, numbered, reasons_against
 from ..codecs import Layout
 from ..estimate import (
     LANE_KINDS,
@@ -37,7 +37,7 @@ from ..estimate import (
 from ..evolve import evolve
 from ..profile import CodecFigure, EvictionFigure, Profile
 from ..rows import Pinned
-from .ahead import Against, Ahead, Taken, coarsest_bits
+from .ahead import Against, Ahead, Taken
 from .columns import ALL_ROWS, Column, column_of
 from .expected import Expected, Lost, Stored, is_ours, lost_by, own_seconds, source_of, stored
 from .families import Families
@@ -729,7 +729,17 @@ class Weighing:
         grown = int(self.ahead.grown(nbytes, sum(one.count * row_nbytes(one) for one in rows)))
         known = stored(after, self.profile, self.ahead, grown, lost, own)
         left = max((one.rows for one in rows), default=0)
-        return _After(known, lost, nbytes, peak, before, chosen_from, left, grown, coarsest_bits(rows))
+        return _After(
+            known,
+            lost,
+            nbytes,
+            peak,
+            before,
+            chosen_from,
+            left,
+            grown,
+            coarsest([one.layout for one in rows]),
+        )
 
 
 def _feasible_codecs(candidates: Iterable[Candidate]) -> list[Quantize]:

@@ -12,12 +12,12 @@ import numpy as np
 from ..actions import DEFAULT_SINKS, Action, Composite, Evict, Keep, Quantize
 from ..apply import not_built
 from ..backend.capabilities import RAGGED_LAYERS
-from ..backend.feasibility import Facts, reasons_against
+from ..backend.feasibility import Facts, coarsest, reasons_against
 from ..estimate import Held, nbytes_allocated, nbytes_live, rows_left, whole_blocks
 from ..evolve import evolve
 from ..figure_columns import CodecColumns, EvictionColumns
 from ..profile import Profile
-from .ahead import Ahead, Taken, able_codecs, coarsest_bits
+from .ahead import Ahead, Taken, able_codecs
 from .columns import ALL_ROWS, Changed, Column, column_of
 from .expected import is_ours, own_seconds, source_of
 from .score import OVERFLOW_POINTS, Inputs, Score, exceeds, quality_points, time_points
@@ -130,7 +130,7 @@ class Families:
         """Rows that layers gain until the prompt ends, and of what they hold then: the rows now, and their bits."""
         n = len(self.codecs)
         each, left = np.zeros(n, np.int64), np.zeros(n, np.int64)
-        keys = values = np.full(n, coarsest_bits(())[0])
+        keys = values = np.full(n, coarsest(())[0])
         for group, one in zip(self.groups, changed, strict=True):
             held, of_codecs = group.held, self.of_codecs
             if not held.changeable:
@@ -138,7 +138,7 @@ class Families:
             kinds = of_codecs.kinds(held.layout, held.key_width, held.value_width, held.itemsize)
             each = each + held.count * np.where(one.coded, kinds.row[self.codecs], kinds.row[-1])
             left = np.maximum(left, one.rows)
-            now = coarsest_bits([held])
+            now = coarsest([held.layout])
             keys = np.minimum(
                 keys, np.where(one.coded, np.append(of_codecs.key_bits, 0)[self.codecs], now[0])
             )
